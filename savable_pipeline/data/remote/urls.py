@@ -62,10 +62,6 @@ class RemoteShards:
         """Build shards of which only the names are known."""
         return cls(root, names, np.full(len(names), -1, np.int64), whole=whole)
 
-    def bytes_of(self, names: Sequence[str]) -> int:
-        """Return the bytes of objects with these names, as far as they are known."""
-        return int(np.maximum(self.only(names).sizes, 0).sum())
-
     def only(self, names: Sequence[str]) -> RemoteShards:
         """Return shards with these names, of unknown size if they are not among these."""
         if len(names) == len(self.names):
@@ -143,7 +139,7 @@ def _below(root: str, session: Session) -> RemoteShards | None:
     if root.startswith("http"):
         return RemoteShards.named(root, [], whole=True)
     found = session.listing(root).only(lambda name: not paths.is_hidden_path(name))
-    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts(), whole=True) if found else None
+    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts, whole=True) if found else None
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:

@@ -47,7 +47,6 @@ _LITERAL_URL = re.compile(r"(?:s3|gs|az|https?)://(?!.*(?:\$|::))")  # a URL wit
 _SEPARATOR = re.compile(r"::(?![^\[\]]*\])")  # a separator, unless it is in an address such as http://[::1]/
 # hidden names of desktops, archives, a NAS and Spark
 _TOOL_NAMES = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
-_HUDI = ".hoodie"  # folder of Apache Hudi, by which its tables are recognized
 _LEFTOVERS = ("cache-", "tmp")  # prefixes of .arrow files that HF `datasets` leaves in folders
 ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
@@ -112,9 +111,9 @@ class ListedFiles:
                 found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
         return found
 
-    def bytes_of(self, names: Iterable[str]) -> int:
-        """Return the bytes of existing files."""
-        return sum(path.stat().st_size for path in map(self.root.joinpath, names) if path.exists())
+    def sizes_of(self, names: Iterable[str]) -> Iterator[int]:
+        """Yield the size of each existing file, in bytes."""
+        return (path.stat().st_size for path in map(self.root.joinpath, names) if path.exists())
 
     def _opened(self, name: str) -> BinaryIO:
         return open(self.root / name, "rb", opener=regular_file)
@@ -163,9 +162,7 @@ def list_files(files: Shards) -> ListedFiles:
 def _listed_below(root: Path) -> ListedFiles:
     """List a folder. A relative path becomes absolute, so that it survives a change of the working folder."""
     found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
-    for folder, folders, files in os.walk(
-        root, onerror=lambda error: found.unlistable.append(_unlistable_error(error))
-    ):
+    for folder, folders, files in os.walk(root, onerror=lambda e: found.unlistable.append(_unlistable_error(e))):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(folder, root)
         found.folders.append(below)
@@ -179,9 +176,12 @@ def _listed_below(root: Path) -> ListedFiles:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is hidden, or of a file of a desktop or a tool."""
+    """Return whether a name is hidden, or of a file of a desktop or a tool.
+
+    `.hoodie` is not, because it shows that a folder is a table of Apache Hudi.
+    """
     return (
-        (name.startswith(".") and name != _HUDI)
+        (name.startswith(".") and name != ".hoodie")
         or name in _TOOL_NAMES
         or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
     )

@@ -25,7 +25,6 @@ import csv
 import io
 import itertools
 import json
-import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,14 +42,7 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import (
-    OTHER,
-    FileNames,
-    is_for_people,
-    is_media_file,
-    stem_of,
-    unread_error,
-)
+from savable_pipeline.data.stores.sample_names import OTHER, TABLES, FileNames, is_for_people, is_media_file, stem_of
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
@@ -69,25 +61,18 @@ _VERSIONED_TABLES = {  # in the names of metadata of tables, whose folders also 
     "snapshot/snapshot-": "Apache Paimon",
 }
 _ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
-_LINE_STARTS = re.compile(rb"^[^\s|,;:]+", re.MULTILINE)
-_WORDS = re.compile(rb"[^\s\"',:;|#/\[\]{}]+")
 _INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
-_COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its files, the settings of its store, and other data that is not read.
-
-    Other data are files of formats that are `unread`, and `containers` and compressed files that no format reads.
-    """
+    """A format, its files, the settings of its store, and files with other data, which are not read."""
 
     format: Format
     files: list[str]
     settings: Mapping[str, Any] = {}
     unread: Sequence[str] = ()
-    containers: Sequence[str] = ()
 
 
 def format_named(name: str) -> Format:
@@ -111,7 +96,6 @@ def wanted(names: FileNames) -> dict[str, int]:
         return found
     if names.media:
         texts += names.ending((*JSONL.suffixes, *CSV.suffixes))
-        found |= dict.fromkeys(sorted(names.lone(names.ending((".txt",))))[:_INSPECTED], _HEAD)
     tables = names.lone(texts) or _bare(names)
     return {**dict.fromkeys(sorted(tables)[:_INSPECTED], _HEAD), **found}
 
@@ -139,21 +123,15 @@ def _with_unread(found: Recognized, names: FileNames, heads: Mapping[str, bytes]
 
     A format with markers, or with a characteristic file, may use files of any suffix.
     """
-    form, containers, unread = found.format, {*names.containers}, {*found.unread}
+    form, unread = found.format, {*names.containers}
     if form is FOLDER:
-        folders, containers = {*map(posixpath.dirname, names.media)}, {*names.lone_containers()}
-        # A table of the name of a folder is about it, as img2dataset writes them.
-        unread = {name for name in names.no_samples() if stem_of(name) not in folders and not is_for_people(name)}
-        unread -= {*containers, *names.ending(("_stats.json",))}
-        containers &= names.no_samples()
+        unread = names.unread_beside_media()
     elif form.claims is None and form.choose is None:
-        containers.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
-        unread.update(names.tables(), names.lone(names.ending(TOKENS.suffixes)))
-        unread |= {name for name, head in heads.items() if _LIST.match(head)}
-        unread |= {name for name in names.media if form is TARS and not name.lower().startswith(_SHOWN)}
-    return found._replace(
-        unread=sorted(unread.difference(found.files)), containers=sorted(containers.difference(found.files))
-    )
+        unread.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
+        unread.update(names.lone(names.ending(TABLES)), names.lone(names.ending(TOKENS.suffixes)))
+        unread.update(name for name, head in heads.items() if _LIST.match(head))
+        unread.update(name for name in names.media if form is TARS and not name.lower().startswith(_SHOWN))
+    return found._replace(unread=sorted(unread.difference(found.files)))
 
 
 def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings: Collection[str]) -> Recognized:
@@ -167,9 +145,9 @@ def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings:
         return Recognized(form, form.files(names.all, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    tars = sorted(names.ending(TARS.suffixes))
+    text, tars = "\n".join(names.all), sorted(names.ending(TARS.suffixes))
     for form in FORMATS:
-        if form.choose is not None and form.choose[0] in names.text and (files := form.choose[1](names.all)):
+        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names.all)):
             if rest := [name for name in tars if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
@@ -179,8 +157,6 @@ def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings:
     if tars:
         return Recognized(TARS, tars)
     found = _by_format(names, heads)
-    if not found and not media and (packed := names.ending(TARS.packed)):
-        return Recognized(TARS, sorted(packed))
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
@@ -192,7 +168,7 @@ def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings:
         if naming := _naming_tables(names, heads, tables):
             return naming
         if media:
-            _check_apart(names, heads)
+            _check_apart(names)
             return _folder_with_tables(names, tables)
     return _without_media(names, found)
 
@@ -212,13 +188,11 @@ def _by_format(names: FileNames, heads: Mapping[str, bytes]) -> dict[Format, lis
         files = lists if form is JSON else names.ending(form.suffixes)
         if files := [*files, *lines] if form is JSONL else files:
             found[form] = sorted(files)
-    packed = {} if found or names.media else {form: sorted(names.ending(form.packed)) for form in FORMATS[1:]}
+    packed = {} if found or names.media else {form: sorted(names.ending(form.packed)) for form in FORMATS}
     return found or {form: files for form, files in packed.items() if files}
 
 
-def _naming_tables(
-    names: FileNames, heads: Mapping[str, bytes], found: Mapping[Format, list[str]]
-) -> Recognized | None:
+def _naming_tables(names: FileNames, heads: Mapping[str, bytes], found: dict[Format, list[str]]) -> Recognized | None:
     """Return the tables of one format whose first rows name files, or None.
 
     Raises ValueError for several formats, and for several tables of one folder that name files in a folder beside them.
@@ -244,8 +218,7 @@ def _naming_tables(
             naming[form] = Recognized(PARQUET_OF_FILES, files)
     if len(naming) > 1:
         raise _ambiguous({form: each.files for form, each in naming.items()})
-    tables = [table for files in found.values() for table in files]
-    return next((each._replace(unread=[*{*tables}.difference(each.files)]) for each in naming.values()), None)
+    return next(iter(naming.values()), None)
 
 
 def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) -> Recognized:
@@ -258,30 +231,22 @@ def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) ->
     return _folder(names)
 
 
-def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
+def _check_apart(names: FileNames) -> None:
     """Raise ValueError for annotation files that would become samples separate from their media.
 
-    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, the transcripts of
-    LibriSpeech, one file of which is about several recordings, and text or JSON that names media files.
+    Such a file shares its stem with no media file, and its suffix with no file that does, or has a name of `_ABOUT`.
+    Examples are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of
+    LibriSpeech.
     """
     stems, skipped = {*map(stem_of, names.media)}, names.no_samples()
-    others = [name for name in names.not_media() if stem_of(name) not in stems and name not in skipped]
-    if not others:
-        return
-    series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
-    folders = {*map(posixpath.dirname, stems)}
-    paths = {os.fsencode(posixpath.basename(name)) for name in names.media}
-    ids = {*map(os.fsencode, bases)}
-    one = names.media[0]
-    for name in sorted(others):
-        stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
-        apart = base in bases and posixpath.dirname(name) not in folders
-        named = paths.intersection(_WORDS.findall(head)), ids.intersection(_LINE_STARTS.findall(head))
-        is_about = max(map(len, named)) > 1 or (base.lower() in _ABOUT and names.alone([name]))
-        if apart or is_about or stem in series or _COCO.match(head):
+    apart = [name for name in names.others if stem_of(name) not in stems and name not in skipped]
+    suffixes = {posixpath.splitext(name)[1].lower() for name in {*names.others}.difference(apart)} if apart else ""
+    for name in sorted(apart):
+        base = posixpath.basename(stem_of(name)).lower()
+        if posixpath.splitext(name)[1].lower() not in {*suffixes, ""} or (base in _ABOUT and names.lone([name])):
             raise ValueError(
-                f"{name} beside {one} shares its name with no image, audio or video. Put the files of a sample "
-                'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
+                f"{name} beside {names.media[0]} shares its name with no image, audio or video. Put the files of a "
+                'sample into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
             )
 
 
@@ -290,11 +255,11 @@ def _without_media(names: FileNames, found: dict[Format, list[str]]) -> Recogniz
     rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
     if not rows and TOKENS in found:
         without_index = FileNames(name for name in names.all if not name.lower().endswith(".idx"))
-        rows = {TOKENS: tokens} if (tokens := without_index.alone(found[TOKENS])) else {}
+        rows = {TOKENS: tokens} if (tokens := without_index.lone(found[TOKENS])) else {}
     if not rows:
-        rows = {form: files for form, files in found.items() if form is not TOKENS and names.alone(files)}
+        rows = {form: files for form, files in found.items() if form is not TOKENS and names.lone(files)}
         known = {*itertools.chain(*rows.values())}
-        others = [n for n in names.not_media() if n not in known and not is_for_people(n)]
+        others = [n for n in names.others if n not in known and not is_for_people(n)]
         others = [*{*others}.difference(names.containers, *map(names.ending, (form.packed for form in FORMATS)))]
         if rows and others:
             rows[FOLDER] = others
@@ -306,10 +271,10 @@ def _without_media(names: FileNames, found: dict[Format, list[str]]) -> Recogniz
 def _folder(names: FileNames) -> Recognized:
     """Return the files that are parts of samples. Raises ValueError for an unsupported file of many samples."""
     skipped = names.no_samples()
-    parts = FileNames(sorted(name for name in names.all if name not in skipped))
-    if containers := {*parts.lone_containers()}.intersection(parts.containers):
-        raise ValueError(unread_error(sorted(containers)))
-    return Recognized(FOLDER, parts.all) if parts.all else Recognized(TARS, [])
+    parts = sorted(name for name in names.all if name not in skipped)
+    if names.containers and (fault := FileNames(parts).container_fault()):
+        raise ValueError(fault)
+    return Recognized(FOLDER, parts) if parts else Recognized(TARS, [])
 
 
 def _ambiguous(found: Mapping[Format, Sequence[str]]) -> ValueError:
@@ -380,8 +345,9 @@ def _format_of(head: bytes) -> Format | None:
 def _check_several(names: FileNames) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
     json_files = names.ending(JSON.suffixes)
+    text = "\n".join(["", *names.all])
     for part, program in _VERSIONED_TABLES.items():
-        if part in names.text and re.search(rf"[\n/](?:metadata/[^/\n]+)?{re.escape(part)}", names.text):
+        if part in text and re.search(rf"[\n/](?:metadata/[^/\n]+)?{re.escape(part)}", text):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
     folders = {posixpath.dirname(name) for name in names.ending((".mds", ".bin"))}
     folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}

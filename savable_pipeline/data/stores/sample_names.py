@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_CURE, PACKED_TARS
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_TARS
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -20,14 +19,12 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]
 
 
 _FOR_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
-_TABLE_SUFFIXES = frozenset(
-    (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
-)
+TABLES = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc"))
 OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+_OF_OTHER_LIBRARIES = ".h5 .hdf5 .lmdb .mdb .tfrecord .tfrecords .beton .rec .db .sqlite .zarr .orc .avro .bag .mcap"
 CONTAINERS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
-    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
-    **dict.fromkeys((".db", ".sqlite", ".zarr", ".orc", ".avro", ".bag", ".mcap"), OTHER),
+    **dict.fromkeys(_OF_OTHER_LIBRARIES.split(), OTHER),
     LANCE: LANCE_CURE,
     **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
     ".mds": "name the folder with its index.json",
@@ -124,23 +121,13 @@ def stem_of(name: str) -> str:
     return name if dot < 0 else name[:dot]
 
 
-def unread_error(names: Sequence[str]) -> str:
-    """Return that these files of many samples are not read, and what to do."""
-    suffix = suffix_of(names[0])
-    return f"{suffix} is not read here ({listed(names)}): {CONTAINERS.get(_container(suffix), PACKED_CURE.lower())}"
-
-
-def _container(suffix: str) -> str:
-    """Return the suffix of `CONTAINERS` for that of a part of one, such as .tfrecord-00000-of-00010."""
-    return suffix.partition("-")[0]
-
-
 class FileNames:
     """Names of files, grouped by suffix once, so that looking for some of them is fast.
 
     Attributes:
         all: All names, in the order of the listing.
         media: The names of images, audio and video.
+        others: All other names.
         containers: The names of files of many samples that no format reads.
     """
 
@@ -149,8 +136,9 @@ class FileNames:
         self._by_suffix: dict[str, list[str]] = {}
         for name in self.all:
             self._by_suffix.setdefault(suffix_of(name), []).append(name)
-        self.media = self._with_last(_MEDIA)
-        self.containers = self._with_last([suffix for suffix in self._by_suffix if _container(suffix) in CONTAINERS])
+        self.media, self.others = self._with_last(_MEDIA), self._with_last(self._by_suffix.keys() - _MEDIA)
+        numbered = [suffix for suffix in self._by_suffix if suffix.startswith(".tfrecord-")]  # …-00000-of-00010
+        self.containers = self._with_last({*CONTAINERS, *numbered})
 
     def ending(self, suffixes: Iterable[str]) -> list[str]:
         """Return the names that end with one of these suffixes, ignoring case."""
@@ -158,19 +146,23 @@ class FileNames:
         found = self._with_last({*map(suffix_of, suffixes)})
         return [name for name in found if name.lower().endswith(suffixes)]
 
-    def tables(self) -> list[str]:
-        """Return the names of lone tables, and of lone lines of JSON."""
-        return self.lone(self._with_last(_TABLE_SUFFIXES))
-
     def lone_containers(self) -> list[str]:
         """Return the names of containers, and of compressed tars, that share their stem with no part of a sample."""
         found = [*self.containers, *self.ending(PACKED_TARS)]
-        parts = {*map(stem_of, {*self.all}.difference(found, self._with_last(_TABLE_SUFFIXES)))} if found else set()
+        parts = {*map(stem_of, {*self.all}.difference(found, self._with_last(TABLES)))} if found else set()
         return [name for name in found if stem_of(name) not in parts]
 
-    def not_media(self) -> list[str]:
-        """Return the names of all other files than `media`."""
-        return self._with_last(self._by_suffix.keys() - _MEDIA)
+    def container_fault(self) -> str:
+        """Return what to do with a container that is no part of a sample, or ""."""
+        name = min({*self.lone_containers()}.intersection(self.containers), default="")
+        suffix = suffix_of(name)
+        return f"{suffix} is not read here ({name}): {CONTAINERS[suffix.partition('-')[0]]}" if name else ""
+
+    def unread_beside_media(self) -> set[str]:
+        """Return the names of `no_samples` that may have data. A table of the name of a folder is img2dataset's."""
+        folders = {name.rpartition("/")[0] for name in self.media}
+        names = (name for name in self.no_samples() if not is_for_people(name) and not name.endswith(_STATISTICS))
+        return {name for name in names if stem_of(name) not in folders}
 
     def _with_last(self, suffixes: Collection[str]) -> list[str]:
         """Return the names whose part from the last dot is one of these suffixes."""
@@ -181,35 +173,21 @@ class FileNames:
 
         An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
         """
-        return [name for name in some if self._is_lone(name) and not is_for_people(name)]
-
-    def alone(self, some: Sequence[str]) -> list[str]:
-        """Return those of `some` names whose stem no other file has, without files for people."""
-        stems = Counter(map(stem_of, self.all)) if some else {}
-        return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
+        counts = ((name, self._stems_without_tables[stem_of(name)]) for name in some if not is_for_people(name))
+        return [name for name, count in counts if count == (suffix_of(name) not in TABLES)]
 
     def no_samples(self) -> set[str]:
         """Return the names in a folder of raw files that are not parts of samples.
 
         These are files for people. With media, they are also containers, tables and `_NO_PARTS` that share their stem
-        with no other kind of file, and img2dataset's statistics (00000_stats.json for 00000.parquet).
+        with no other kind of file, and img2dataset's statistics.
         """
-        found = [*filter(is_for_people, self.all)]
+        found = {*filter(is_for_people, self.all)}
         if self.media:
-            parquet = {stem_of(name) for name in self.ending((".parquet",))}
-            statistics = self.ending((_STATISTICS,)) if parquet else []
-            found += [name for name in statistics if name.removesuffix(_STATISTICS) in parquet]
-            found += self._with_last(_TABLE_SUFFIXES | _NO_PARTS)
-        return {*filter(self._is_lone, found), *(self.lone_containers() if self.media else ())}
-
-    def _is_lone(self, name: str) -> bool:
-        return self._stems_without_tables[stem_of(name)] == (suffix_of(name) not in _TABLE_SUFFIXES)
-
-    @cached_property
-    def text(self) -> str:
-        """Return all names, each after a newline."""
-        return "".join(f"\n{name}" for name in self.all)
+            found.update(self.lone([*self._with_last(TABLES | _NO_PARTS), *self.ending((_STATISTICS,))]))
+            found.update(self.lone_containers())
+        return found
 
     @cached_property
     def _stems_without_tables(self) -> Counter[str]:
-        return Counter(map(stem_of, self._with_last(self._by_suffix.keys() - _TABLE_SUFFIXES)))
+        return Counter(map(stem_of, self._with_last(self._by_suffix.keys() - TABLES)))
