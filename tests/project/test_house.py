@@ -31,7 +31,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/core": 1315,
     "savable_pipeline/data": 13885,
     "savable_pipeline/run": 8151,
-    "savable_pipeline/stages": 6591,
+    "savable_pipeline/stages": 6588,
     "savable_pipeline/tools": 6238,
     "savable_pipeline/trainers": 2602,
     "task_encoders": 2464,
