@@ -79,9 +79,9 @@ class ShardTable(msgspec.Struct):
 
 
 class BlobWriter:
-    """Collects the rows of files in order, and writes them into an index: here those of a `BlobIndex`.
+    """Collects the rows of files in order, and writes them into a `BlobIndex`.
 
-    `new_file` returns a file without a name.
+    Another index has a subclass. `new_file` returns a file without a name.
     """
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:

@@ -600,3 +600,4 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 FOLDER = FolderFormat("folder", (ALL,), _read, FolderStore, ("key_end", "classes", "allow_outside"), no_rows=bytes(8))
 _FORMS = [FOLDER.for_settings({"key_end": end, "allow_outside": far}) for end in ("", "last") for far in (False, True)]
+FOLDER_INDEXES = [form.index_name for form in _FORMS]

@@ -67,7 +67,7 @@ _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its files, the settings of its store, and files with other data, which are not read."""
+    """A format, its files, the settings of its store, and other data that is not read."""
 
     format: Format
     files: list[str]
@@ -125,7 +125,7 @@ def _with_unread(found: Recognized, names: FileNames, heads: Mapping[str, bytes]
     """
     form, unread = found.format, {*names.containers}
     if form is FOLDER:
-        unread = names.unread_beside_media()
+        unread = names.unread_with_media()
     elif form.claims is None and form.choose is None:
         unread.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
         unread.update(names.lone(names.ending(TABLES)), names.lone(names.ending(TOKENS.suffixes)))

@@ -32,11 +32,11 @@ from savable_pipeline.core.wording import listed
 from savable_pipeline.data.shards import paths
 from savable_pipeline.data.shards.index import TAR, Format, IndexedFiles
 from savable_pipeline.data.shards.index_making import FileProgress, each_shard_by
-from savable_pipeline.data.shards.indexing import check_faults, index_files, open_files, valid_mark
+from savable_pipeline.data.shards.indexing import check_faults, index_files, index_paths, open_files, valid_mark
 from savable_pipeline.data.shards.shard_list import ShardEntry
 from savable_pipeline.data.stores import formats
 from savable_pipeline.data.stores.arrow import ARROW, STATE
-from savable_pipeline.data.stores.folder_store import FOLDER, is_known, open_folder
+from savable_pipeline.data.stores.folder_store import FOLDER, FOLDER_INDEXES, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.sample_names import FileNames
@@ -110,7 +110,8 @@ def find_source(
         root = Path(specs[0]).absolute()
         if format in ("", TAR) and valid_mark(root, TARS) and not any((root / name).exists() for name in _markers("")):
             return Source(files, TARS)
-        if not format and is_known(root):
+        indexes = (path for name in FOLDER_INDEXES for path in index_paths(root, name, near=False))
+        if not format and any(path.exists() for path in indexes) and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
     recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)), found.sizes_of)

@@ -122,7 +122,7 @@ def stem_of(name: str) -> str:
 
 
 class FileNames:
-    """Names of files, grouped by suffix once, so that looking for some of them is fast.
+    """Names of files, grouped by suffix once, so that finding some of them is fast.
 
     Attributes:
         all: All names, in the order of the listing.
@@ -137,8 +137,8 @@ class FileNames:
         for name in self.all:
             self._by_suffix.setdefault(suffix_of(name), []).append(name)
         self.media, self.others = self._with_last(_MEDIA), self._with_last(self._by_suffix.keys() - _MEDIA)
-        numbered = [suffix for suffix in self._by_suffix if suffix.startswith(".tfrecord-")]  # …-00000-of-00010
-        self.containers = self._with_last({*CONTAINERS, *numbered})
+        # A part of several has the suffix .tfrecord-00000-of-00010.
+        self.containers = self._with_last({*CONTAINERS, *(s for s in self._by_suffix if s.startswith(".tfrecord-"))})
 
     def ending(self, suffixes: Iterable[str]) -> list[str]:
         """Return the names that end with one of these suffixes, ignoring case."""
@@ -147,7 +147,7 @@ class FileNames:
         return [name for name in found if name.lower().endswith(suffixes)]
 
     def lone_containers(self) -> list[str]:
-        """Return the names of containers, and of compressed tars, that share their stem with no part of a sample."""
+        """Return containers and compressed tars whose stem no part of a sample has."""
         found = [*self.containers, *self.ending(PACKED_TARS)]
         parts = {*map(stem_of, {*self.all}.difference(found, self._with_last(TABLES)))} if found else set()
         return [name for name in found if stem_of(name) not in parts]
@@ -158,8 +158,11 @@ class FileNames:
         suffix = suffix_of(name)
         return f"{suffix} is not read here ({name}): {CONTAINERS[suffix.partition('-')[0]]}" if name else ""
 
-    def unread_beside_media(self) -> set[str]:
-        """Return the names of `no_samples` that may have data. A table of the name of a folder is img2dataset's."""
+    def unread_with_media(self) -> set[str]:
+        """Return the names of `no_samples` that may have data.
+
+        A table with the name of a folder does not count, because img2dataset writes one for each folder.
+        """
         folders = {name.rpartition("/")[0] for name in self.media}
         names = (name for name in self.no_samples() if not is_for_people(name) and not name.endswith(_STATISTICS))
         return {name for name in names if stem_of(name) not in folders}
@@ -169,7 +172,7 @@ class FileNames:
         return [name for suffix, names in self._by_suffix.items() if suffix in suffixes for name in names]
 
     def lone(self, some: Iterable[str]) -> list[str]:
-        """Return those of `some` names that share their stem with no other file except tables.
+        """Return those of `some` names whose stem only tables share.
 
         An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
         """

@@ -109,10 +109,8 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
             raise ValueError(f"{files}: conversions cut no recordings, as segments asks. Read it in place by sp.read")
         if form == TARS or form in TABLES:
             plain, packed = [*filter(form.has, names)], [*filter((JSONL if form == JSON else form).packs, names)]
-            if (
-                plain and listed is not None and listed.whole
-            ):  # reading skips compressed files beside others, with a warning
-                packed = []
+            if plain and listed is not None and listed.whole:
+                packed = []  # reading skips compressed files beside others, with a warning
             first = plain[:_MANY] if found.session is None or len(plain) == 1 else []
             if packed or any(_compression(name, _head(found, root, name)) for name in first):
                 return _packed_source(address, found, root, sorted([*plain, *packed]))
