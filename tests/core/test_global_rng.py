@@ -16,7 +16,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import global_rng
-from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeded_generators, seeder
 from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -191,16 +191,16 @@ def test_a_key_of_64_bits_seeds_every_kind() -> None:
 
 
 def test_global_rng_accepts_all_none_or_some_generators() -> None:
-    assert kinds(True) == KINDS
-    assert kinds(False) == kinds(()) == ()
+    assert seeded_generators(True) == KINDS
+    assert seeded_generators(False) == seeded_generators(()) == ()
     assert seeder(False) is None
-    assert kinds(("torch",)) == ("torch",)
+    assert seeded_generators(("torch",)) == ("torch",)
 
 
 @pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
 def test_unknown_name_in_global_rng_is_an_error(setting: Any) -> None:
     with pytest.raises(ValueError, match=r"global_rng=.*: expected None, True, False or a tuple of some of"):
-        kinds(setting)
+        seeded_generators(setting)
 
 
 def test_the_library_itself_draws_from_no_global_generator() -> None:
@@ -236,7 +236,7 @@ def test_numpys_state_is_restored_with_its_cached_normal(normals: int) -> None:
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_pythons_state_is_restored_with_its_cached_normal(in_memory: bool, monkeypatch: Any) -> None:
     if not in_memory:
-        monkeypatch.setattr(global_rng, "_python_words", lambda: None)
+        monkeypatch.setattr(global_rng, "_python_access", lambda: (random.getstate, random.setstate))
     for work in (random.random, random.gauss, lambda: random.seed(3), lambda: None):
         for normals in range(3):
             random.seed(7)
@@ -251,7 +251,7 @@ def test_pythons_whole_state_is_read_in_memory() -> None:
     random.seed(3)
     for _ in range(700):
         *words, position = random.getstate()[1]
-        assert global_rng._python_words().raw == struct.pack("=i624I", position, *words)
+        assert global_rng._python_access()[0]()[0] == struct.pack("=i624I", position, *words)
         random.random()
 
 
