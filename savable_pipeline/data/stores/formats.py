@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
+from savable_pipeline.data.shards.paths import LANCE, LANCE_FIX, LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
 from savable_pipeline.data.stores.csv_table import CSV, as_fields, csv_rows, quotes_are_text, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
@@ -45,7 +45,7 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, lone, no_samples, stem_of, suffix_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
+from savable_pipeline.data.stores.table_store import BYTE_ORDER_MARK, FILE_FIELDS, FIRST_ROWS, JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
@@ -55,7 +55,7 @@ CONTAINERS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
     **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
     **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
-    LANCE: LANCE_CURE,
+    LANCE: LANCE_FIX,
     **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
     **dict.fromkeys((".orc", ".avro", ".bag", ".mcap"), OTHER),
     ".mds": "name the folder with its index.json",
@@ -329,7 +329,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete rows in the first bytes of a table."""
-    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip(" \r\n")
+    text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \r\n")
     with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
             lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]

@@ -52,7 +52,7 @@ def describe_indexed(folder: Path, index_path: Path) -> TarIndex:
     """Write Energon's files of a folder that has an index."""
     index = TarIndex(index_path)
     counts = {entry.name: entry.samples for entry in index.shards}
-    _write_energon_files(folder, counts, {frozenset(layout.position) for layout in index.layouts}, frozenset(), ())
+    _write_energon_files(folder, counts, {frozenset(layout.member_of) for layout in index.layouts}, frozenset(), ())
     return index
 
 

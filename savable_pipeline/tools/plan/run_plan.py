@@ -16,7 +16,7 @@ import numpy as np
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT
 from savable_pipeline.data.remote.cache_files import PIECE
-from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.remote.cache_space import PREFETCH_FRACTION
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.epoch_end import counted_end
@@ -249,7 +249,7 @@ def _source_bytes(builder: LaneBuilder, number: int, parts: LaneStages, ranks: i
     node_lanes = ranks // nodes * (lanes // ranks)
     ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(parts) if name == reader.info.branch)
     lane_samples = reader.population / lanes
-    least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_SHARE if remote else 0.0
+    least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_FRACTION if remote else 0.0
     return SourceBytes(
         reader.info.branch,
         dataset.address,
@@ -258,7 +258,7 @@ def _source_bytes(builder: LaneBuilder, number: int, parts: LaneStages, ranks: i
         round(reader.population * sample_bytes),
         node_lanes * lane_samples * sample_bytes,
         least,
-        sum(entry.size for entry in dataset.entries) / PREFETCH_SHARE if remote else 0.0,
+        sum(entry.size for entry in dataset.entries) / PREFETCH_FRACTION if remote else 0.0,
         _bytes_of_pieces(builder, number, lanes, ranks, nodes) if remote else 0.0,
     )
 
