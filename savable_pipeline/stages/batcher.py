@@ -22,7 +22,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import TAG_SHIFT
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, make_elements, maker_of, take_elements
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, count_of, take_elements
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, batch_rows
@@ -107,7 +107,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         """
         number, *parts = ref
         rows = [Element(part) for part in parts]
-        make_elements(self.source, rows)
+        chunked(self.source).make(rows)
         lost = tuple([at for at, row in enumerate(rows) if type(row.value) is Skip])
         remaining = [row.value for row in rows if type(row.value) is not Skip]
         if not (remaining and self.lane.pad):
@@ -219,7 +219,7 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
     number, rows = batch_rows(ref)
     remaining = {row: part for row, whole in enumerate(rows) if (part := last.info.remaining(whole)) is not None}
     if remaining:
-        maker, wanted = maker_of(last), (*number, *remaining.values())
+        maker, wanted = chunked(last).maker, (*number, *remaining.values())
         batch, lost = maker.rebuilt(wanted, size) if isinstance(maker, EncoderBatches) else (maker.fetch(wanted), ())
         remaining = {row: part for at, (row, part) in enumerate(remaining.items()) if at not in lost}
         if remaining and type(batch) is not Skip:

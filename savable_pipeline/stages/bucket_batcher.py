@@ -22,7 +22,7 @@ from savable_pipeline.core.keyed_random import derive_key
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.batcher import EncoderBatches
-from savable_pipeline.stages.chunked_stage import is_certain, make_elements, value_of
+from savable_pipeline.stages.chunked_stage import chunked, value_of
 from savable_pipeline.stages.item_buffer import ItemBuffer
 from savable_pipeline.stages.item_ref import Element, ItemRef
 from savable_pipeline.stages.skipped_samples import SourceCounts
@@ -291,7 +291,7 @@ class BucketBatcher(EncoderBatches):
 
     def _is_skipped(self, element: Element) -> bool:
         """Return whether an element need not be built, because the lane skips its batch and the element is not lost."""
-        return self.lane.skips and is_certain(self.source, element.ref)
+        return self.lane.skips and chunked(self.source).is_certain(element.ref)
 
     def _count_yielded(self, refs: list[ItemRef]) -> None:
         """Also drop the items of the batch, and move its bucket behind the others."""
@@ -376,7 +376,7 @@ class BucketBatcher(EncoderBatches):
         if element.is_built:
             return True
         copy = Element(element.ref, sizes=element.sizes)
-        make_elements(self.source, [copy])
+        chunked(self.source).make([copy])
         item, ref = copy.value, copy.ref
         found = None if type(item) is Skip else self._key(copy)  # a `Skip` was counted upstream
         if found == key:

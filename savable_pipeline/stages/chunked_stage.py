@@ -1,10 +1,10 @@
 """`ChunkedStage`: the interface between this library's stages, beyond `Stage`.
 
-    take_from(source, n)            refs of samples, or elements: the next ones
-    make_elements(source, [...])    builds their values along the chain of stages: each stage asks its source for the
-    inputs
+    chunked(source).take(n)      refs of samples, or elements: the next ones
+    chunked(source).make([...])  builds their values along the chain of stages: each stage asks its source for the
+                                 inputs
 
-The functions of this file accept a user's own stages too, and use their `__next__` and `fetch` instead.
+`chunked` puts the adapter `OwnStage` around a user's own stage, and returns other stages as they are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from savable_pipeline.stages.task_encoder import Skip
 class ChunkedStage(Stage):
     """Base of this library's stages, with methods for several elements at a time.
 
-    A stage defines `take` and, if it changes or merges elements, `make`. For a user's own stage, which has neither, the
-    functions `take_from`, `make_elements` and `is_certain` do the same.
+    A stage defines `take` and, if it changes or merges elements, `make` or `fetch`.
 
     `__next__` builds an element before the stage moves past it. If building fails, the next call tries the same
     element, and so does a stage restored from a state in between. `take` returns unbuilt elements, unless `_makes` is
@@ -67,11 +66,17 @@ class ChunkedStage(Stage):
         """Return the next 1 to `n` elements, or none at the end.
 
         Samples are returned as refs, REF (any,). Items and batches are a list of `Element`, which may be unbuilt.
-        `make_elements` builds them when they are needed.
+        `make` builds them when they are needed.
 
         Args:
             n: The most elements to take.
         """
+
+    @property
+    def maker(self) -> ChunkedStage:
+        """Return the stage that builds the elements: this one, or one upstream."""
+        passes_on = type(self).make is ChunkedStage.make and type(self).fetch in (Stage.fetch, ChunkedStage.fetch)
+        return chunked(self.source).maker if passes_on else self
 
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of elements, or a `Skip` for one that can no longer be built.
@@ -81,7 +86,11 @@ class ChunkedStage(Stage):
         Args:
             elements: Unbuilt elements.
         """
-        make_elements(self, elements)
+        if (maker := self.maker) is not self:
+            maker.make(elements)
+            return
+        for element in elements:
+            element.value = self.fetch(element.ref)
 
     def fetch(self, ref: Any) -> Any:
         """Rebuild an earlier element, or return a `Skip` if that is no longer possible."""
@@ -95,63 +104,44 @@ class ChunkedStage(Stage):
         Args:
             ref: The ref of the element.
         """
-        return False
+        return (maker := self.maker) is not self and maker.is_certain(ref)
 
 
-def rules_of(stage: Stage) -> Mapping[str, SettingRule]:
-    """Return the rules for settings that are not compared by equality."""
-    return stage.setting_rules if isinstance(stage, ChunkedStage) else {}
+class OwnStage(ChunkedStage):
+    """Adapter of a user's own stage, which has only `__next__` and `fetch`."""
+
+    def take(self, n: int) -> Any:
+        stage = last = self.source
+        for value in stage if n else ():
+            if stage.yields == "samples":
+                return np.array([(value.index, value.epoch)], REF)
+            while isinstance(last, PassThrough):
+                last = last.source
+            yielded = chunked(last)
+            return [Element(as_ref(stage.ref), value, yielded.sizes, measured=yielded.measured)]
+        return np.empty(0, REF) if stage.yields == "samples" else []
+
+    @property
+    def maker(self) -> ChunkedStage:
+        return chunked(self.source.source).maker if type(self.source).fetch is Stage.fetch else self
+
+    def fetch(self, ref: Any) -> Any:
+        return self.source.fetch(ref)
 
 
-def take_from(stage: Stage, n: int) -> Any:
-    """Take the next elements, 1 to `n`, or one from a user's own stage."""
-    if isinstance(stage, ChunkedStage):
-        return stage.take(n)
-    samples = stage.yields == "samples"
-    for value in stage if n else ():
-        if samples:
-            return np.array([(value.index, value.epoch)], REF)
-        return [last_element(stage, value)]
-    return np.empty(0, REF) if samples else []
-
-
-def last_element(stage: Stage, value: Any) -> Element:
-    """Return the element that a stage's `__next__` returned last."""
-    source = stage
-    while isinstance(source, PassThrough):
-        source = source.source
-    sizes, measured = (source.sizes, source.measured) if isinstance(source, ChunkedStage) else (None, None)
-    return Element(as_ref(stage.ref), value, sizes, measured=measured)
+def chunked(stage: Stage) -> ChunkedStage:
+    """Return a stage, or the adapter of a user's own stage."""
+    return stage if isinstance(stage, ChunkedStage) else OwnStage(stage)
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
     """Return the next 1 to `n` elements with opened samples, or none at the end."""
-    taken = take_from(stage, n)
+    taken = chunked(stage).take(n)
     if isinstance(taken, list):
         return taken
     numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
     samples = cast(SampleStage, stage).open_samples(taken)
     return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]
-
-
-def maker_of(stage: Stage) -> Stage:
-    """Return the stage that builds the elements of a stage: itself or one before it."""
-    while type(stage).fetch in _DEFAULTS and getattr(type(stage), "make", None) in (None, ChunkedStage.make):
-        stage = stage.source
-    return stage
-
-
-_DEFAULTS = (Stage.fetch, ChunkedStage.fetch)
-
-
-def make_elements(stage: Stage, elements: Sequence[Element]) -> None:
-    """Set the missing values of elements of a stage by its `make` or `fetch`."""
-    stage, missing = maker_of(stage), [element for element in elements if not element.is_built]
-    if isinstance(stage, ChunkedStage) and type(stage).make is not ChunkedStage.make:
-        stage.make(missing)
-        return
-    for element in missing:
-        element.value = stage.fetch(element.ref)
 
 
 def value_of(stage: Stage, element: Element) -> Any:
@@ -160,8 +150,13 @@ def value_of(stage: Stage, element: Element) -> Any:
     It is a `Skip` if that is impossible.
     """
     if not element.is_built:
-        make_elements(stage, [element])
+        chunked(stage).make([element])
     return element.value
+
+
+def unbuilt(elements: Sequence[Element]) -> list[Element]:
+    """Return the elements without a value."""
+    return [element for element in elements if not element.is_built]
 
 
 def without_lost(elements: Sequence[Element]) -> list[Element]:
@@ -169,25 +164,8 @@ def without_lost(elements: Sequence[Element]) -> list[Element]:
     return [element for element in elements if type(element.value) is not Skip]
 
 
-def is_certain(stage: Stage, ref: ItemRef) -> bool:
-    """Return whether an element cannot become a `Skip`.
-
-    The result is False for a user's own stage with `fetch`.
-    """
-    stage = maker_of(stage)
-    return isinstance(stage, ChunkedStage) and stage.is_certain(ref)
-
-
-def is_one_to_one(stage: Stage) -> bool | None:
-    """Return whether a stage yields one element per element of its source.
-
-    The result is None for a stage with several sources.
-    """
-    return stage.one_to_one if isinstance(stage, ChunkedStage) else None
-
-
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
     """Return the number of elements in a pass of a lane, or None if unknown."""
     if (counted := getattr(stage, "count_of", None)) is not None:
         return cast("int | None", counted(lane, epoch))
-    return count_of(stage.source, lane, epoch) if is_one_to_one(stage) else None
+    return count_of(stage.source, lane, epoch) if chunked(stage).one_to_one else None

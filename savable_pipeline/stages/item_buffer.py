@@ -31,7 +31,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import is_certain, make_elements, take_elements, take_from, value_of
+from savable_pipeline.stages.chunked_stage import chunked, take_elements, unbuilt, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref, remaining_sizes, sample_indices
 from savable_pipeline.stages.stage import Stage
@@ -249,10 +249,13 @@ class ItemBuffer(StageBuffer):
             values = [element.value for element in self._elements[:n]]
             if not [True for value in values if value is UNBUILT]:
                 return values
-            source, missing = self._owner.source, [each for each in self._elements[:n] if each.value is UNBUILT]
+            source, missing = (
+                chunked(self._owner.source),
+                [each for each in self._elements[:n] if each.value is UNBUILT],
+            )
             if skips:
-                missing = [element for element in missing if not is_certain(source, element.ref)]
-            make_elements(source, missing)
+                missing = [element for element in missing if not source.is_certain(element.ref)]
+            source.make(missing)
             lost = {id(element) for element in missing if type(element.value) is Skip}
             if skips and not lost:
                 return values
@@ -267,7 +270,7 @@ class ItemBuffer(StageBuffer):
             n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
-        make_elements(self._owner.source, copies)
+        chunked(self._owner.source).make(unbuilt(copies))
         return copies
 
     def drop(self, n: int) -> None:
@@ -426,7 +429,7 @@ class TakenAhead:
 
         Those before position `first` are dropped.
         """
-        fresh = take_from(source, n)
+        fresh = chunked(source).take(n)
         if not len(fresh):
             return False
         self._taken += len(fresh)

@@ -17,7 +17,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one, take_from, value_of
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, value_of
 from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.item_buffer import ItemBuffer, RefBuffer, known_refs
 from savable_pipeline.stages.pipeline import upstream
@@ -96,7 +96,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         It is unknown if a sample may become several items.
         """
         reader, *steps = upstream(self.source)
-        countable = all(is_one_to_one(step) or isinstance(step, Filter) for step in steps)
+        countable = all(chunked(step).one_to_one or isinstance(step, Filter) for step in steps)
         if not isinstance(reader, RecordReader) or not countable:
             return 0
         return -(-reader.samples.of(0).count // self.lane.count)
@@ -104,7 +104,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def _fill(self) -> None:
         """Take elements until the buffer is full or the source ends."""
         buffer, capacity = self._buffer, self.capacity
-        while len(buffer) < capacity and len(more := take_from(self.source, capacity - len(buffer))):
+        while len(buffer) < capacity and len(more := chunked(self.source).take(capacity - len(buffer))):
             buffer.add(more)
             if self.lane.unused is not None:
                 self.lane.unused -= len(more)  # samples in the buffer do not count as read without a batch
@@ -132,7 +132,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             buffer.rebuild_parts()
             if self._makes and buffer:
                 value_of(self.source, buffer[self._slot()])
-        fresh: Any = take_from(self.source, n) if len(buffer) == capacity else ()
+        fresh: Any = chunked(self.source).take(n) if len(buffer) == capacity else ()
         if len(fresh):
             slots = self._slots(len(fresh))
             self._draws += len(fresh)

@@ -274,7 +274,8 @@ def without_compressed(
         but = f", but {len(packed)} compressed ones. {paths.PACKED_FIX}" if packed else f". {advice[1]}"
         raise ShardError(f"{root}: no {' or '.join(form.suffixes)} {advice[0]}{but}", reason=paths.NO_SHARD)
     if packed:
-        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, paths.PACKED_FIX)
+        fix = f"Unpack them, or name them in `savable convert`, such as {packed[0]}"
+        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, fix)
     return found
 
 

@@ -34,6 +34,9 @@ class NumberSpool:
         self._kind, self.buffer = kind, list[int]()  # numbers to append at the next `write`
         self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY) if file is None else file  # noqa: SIM115
 
+    def __del__(self) -> None:
+        self._file.close()  # arrays of `numbers` stay mapped
+
     def append(self, number: int) -> None:
         """Append a number."""
         self.buffer.append(number)
@@ -53,8 +56,7 @@ class NumberSpool:
 
     def repeated(self) -> Iterator[tuple[int, int]]:
         """Yield (position, number) for each number that occurs more than once."""
-        numbers = self.numbers()
-        copy = NumberSpool(self._kind)
+        copy, numbers = NumberSpool(self._kind), self.numbers()
         copy.write(numbers)
         ordered = _contents(copy._file, "r+").view(self._kind)
         ordered.sort()

@@ -163,8 +163,7 @@ class CachedFiles(DownloadedFiles):
         """
         if not self._is_long(row):
             return None
-        offset, size = extent
-        entry = self._found.entries[shard]
+        (offset, size), entry = extent, self._found.entries[shard]
         data = self._long.cached_span(shard, row, extent) if size else b""
         if data is None:
             data = self._call("part", self._url, entry.name, entry.size, offset, offset + size)

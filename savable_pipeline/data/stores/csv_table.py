@@ -265,8 +265,7 @@ class CsvStore(TableStore):
         return row, f"{{{', '.join(cells)}}}".encode()
 
     def _headers(self, shard: int) -> _Header:
-        found = self._known.get(shard)
-        if found is None:
+        if (found := self._known.get(shard)) is None:
             head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
             lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])

@@ -40,7 +40,7 @@ from savable_pipeline.data.shards.index import BlobIndex, FileBlob, Format, Inde
 from savable_pipeline.data.shards.index_making import write_index
 from savable_pipeline.data.shards.indexing import at_first_writable, index_paths
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS, are_merged, find_part
-from savable_pipeline.data.shards.paths import ALL, Shards, expand_specs, is_hidden
+from savable_pipeline.data.shards.paths import ALL, PACKED_TARS, TARS_END, Shards, expand_specs, is_hidden
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
@@ -59,6 +59,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _FIRST, _LAST = "\0first", "\0last"  # placeholders in messages for the setting of `key_end`
 _FEW_FILES = 4096  # with more files than this, unchanged times of folders replace listing them
 _QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
+_TARS, _IS_TAR = (TARS_END, ".tar.idx", *PACKED_TARS), "already a shard: a tar or its index is no part of a sample"
 _MANY = 8  # a sample with more parts is compared with samples of its own folder
 
 
@@ -299,6 +300,7 @@ def _samples(
             rejected.append(Reject(printable(name), "", fault or reason))
             continue
         key, extension = key_and_extension
+        fault = fault or _IS_TAR * name.lower().endswith(_TARS)
         if key_end_last:
             key = name.rpartition(".")[0]
         size, time_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)

@@ -25,6 +25,7 @@ from savable_pipeline.data.stores.table_store import (
     NAMING_SETTINGS,
     TableStore,
     TextStore,
+    json_fault,
     text_format,
     without_byte_order_mark,
 )
@@ -36,8 +37,7 @@ _FIRST_BYTES = 64  # of a line, which mostly show whether it is blank
 
 def line_offsets(file: ByteSource) -> FileBlob:
     """Return the offsets of non-blank lines, then the end: uint64 (lines + 1,)."""
-    offset, is_start = 0, True
-    offsets = NumberSpool()
+    offset, is_start, offsets = 0, True, NumberSpool()
     while chunk := file.read_at(offset, _CHUNK):
         raw = np.frombuffer(chunk, np.uint8)
         starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
@@ -75,8 +75,9 @@ def _checked_lines(file: ByteSource) -> tuple[str, FileBlob]:
     except (ValueError, RecursionError) as error:
         if not _may_be_jsonl(file, offsets):
             return f"a first line that is no JSON: {error}; JSONL is one JSON value a line", offsets[:-1]
-        fault = f"the last line, at byte {begin}, was cut: {error}; copy the file again, or end it before that line"
-        return fault, offsets[:-1]
+        if (why := json_fault(error)) == str(error):  # otherwise it has more than one value
+            fault = f"the last line, at byte {begin}, was cut: {why}; copy the file again, or end it before that line"
+            return fault, offsets[:-1]
     return "", offsets
 
 
@@ -164,17 +165,15 @@ class JsonlStore(TextStore):
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """Return the fields of the object in a line, or {} for another value. Raises `ShardError` for invalid JSON."""
-        last_line, last_fields = self._last
-        if last_line == line:
-            return last_fields
+        if self._last[0] == line:
+            return self._last[1]
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             where = f"row {row}, at byte {self.offset(shard, row)}"
-            raise self.damaged(shard, where, f"invalid JSON: {error}", reason="malformed JSON") from error
-        fields = value if isinstance(value, dict) else {}
-        self._last = line, fields
-        return fields
+            raise self.damaged(shard, where, f"invalid JSON: {json_fault(error)}", reason="malformed JSON") from error
+        self._last = line, value if isinstance(value, dict) else {}
+        return self._last[1]
 
 
 class LinesStore(TableStore):

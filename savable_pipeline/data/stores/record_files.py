@@ -503,8 +503,7 @@ def _decoded_bytes(data: bytes) -> int:
     found = read_arrow_table(file, "damaged rows in Arrow")
     if found.entry.fault:
         raise ValueError(found.entry.fault)
-    total = 0
-    batches = batches_of(np.frombuffer(found.rows, "<u8"))
+    batches, total = batches_of(np.frombuffer(found.rows, "<u8")), 0
     for begin, end in zip(batches.begins.tolist(), batches.ends.tolist(), strict=True):
         message = read_message(file, begin)
         total += decoded_bytes(memoryview(data)[begin:end], message) if message.is_compressed else 0

@@ -10,7 +10,6 @@ from typing import TypeAlias
 import msgspec
 
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import PACKED_TARS, TARS_END
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -37,18 +36,11 @@ class Reject(msgspec.Struct, frozen=True):
         return cls(file, printable(key), reason, printable(detail))
 
 
-def is_tar(name: str) -> bool:
-    """Return whether a name has a suffix of tars, compressed or not, ignoring case."""
-    return name.lower().endswith((TARS_END, *PACKED_TARS))
-
-
 def name_fault(key: str, extension: str) -> str:
     """Return why readers of a tar would not find this part under this key, or ""."""
     name = f"{key}.{extension}"
     if printable(name) != name:
         return "name that a tar cannot carry: it is not UTF-8 or has control characters"
-    if is_tar(name) or name.lower().endswith(".tar.idx"):
-        return "already a shard: a tar or its index is no part of a sample"
     if any(part in ("", ".", "..") for part in key.split("/")) or split_name(name) != (key, extension):
         return f"name that a tar cannot carry: readers would not read {name!r} under the key {key!r}"
     if not extension or extension.startswith("_"):
@@ -63,19 +55,13 @@ def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, 
     """
     files: dict[str, str] = {}
     for extension, path, size, fault in parts:
-        other = files.get(extension.lower())
-        if other is not None:
+        if (other := files.get(extension.lower())) is not None:
             fault = fault or f"two parts with one extension: {other} and {path}"
         files[extension.lower()] = path
-        if fault := fault or name_fault(key, extension) or size_fault(extension, size):
+        is_empty = not size and extension.lower() not in TEXT_PARTS and part_type(extension) not in SUBTITLE_PARTS
+        if fault := fault or name_fault(key, extension) or "empty file" * is_empty:
             return fault, path
     return "", ""
-
-
-def size_fault(extension: str, size: int) -> str:
-    """Return why a part of this size is invalid, or ""."""
-    is_text = extension.lower() in TEXT_PARTS or part_type(extension) in SUBTITLE_PARTS
-    return "" if size or is_text else "empty file"
 
 
 def printable(name: str) -> str:

@@ -414,7 +414,7 @@ class TableStore(NamingStore, TextStore):
         try:
             fields = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"malformed JSON: {error}") from error
+            raise RecordError(f"malformed JSON: {json_fault(error)}") from error
         if not isinstance(fields, dict):
             raise RecordError(f"not a JSON object: the line holds {type(fields).__name__}")
         return fields, body.strip()
@@ -422,6 +422,11 @@ class TableStore(NamingStore, TextStore):
     def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
         """See `NamingStore.row_of`."""
         return self.parsed(shard, *self.raw(shard, row))
+
+
+def json_fault(error: Exception) -> str:
+    """Return why a line is not one JSON value, by the error of its decoding."""
+    return f"more than one JSON value in a line: {error}" if getattr(error, "msg", "") == "Extra data" else str(error)
 
 
 def is_file(folder: str, path: str) -> bool:

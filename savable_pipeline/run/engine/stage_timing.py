@@ -119,7 +119,7 @@ def _measuring(kind: type[Stage]) -> type[Stage]:
     def measured(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda stage, *arguments: vars(stage)["_clock"].time(stage, call, *arguments)
 
-    # Defaults stay unchanged, because `maker_of` compares them.
+    # Defaults stay unchanged, because `ChunkedStage.maker` compares them.
     defaults = [getattr(base, name, None) for base in (Stage, ChunkedStage) for name in _TIMED]
     methods = {name: measured(call) for name in _TIMED if (call := getattr(kind, name, None)) and call not in defaults}
     return _MEASURING.setdefault(kind, type(kind.__name__, (kind,), methods))

@@ -37,7 +37,7 @@ from savable_pipeline.run.loader.settings import MOST_LANES, LoaderSettings
 from savable_pipeline.run.state.lane_state import LaneState, restoring
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
-from savable_pipeline.stages.chunked_stage import is_one_to_one
+from savable_pipeline.stages.chunked_stage import chunked
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.filters import Filter
 from savable_pipeline.stages.mapped_function import LAMBDA
@@ -219,7 +219,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     reader, *steps = upstream(last)
     if not (isinstance(reader, RecordReader) and isinstance(last, Batcher)):
         return None
-    if not all(is_one_to_one(step) is not None or isinstance(step, Filter) for step in steps[:-1]):
+    if not all(chunked(step).one_to_one is not None or isinstance(step, Filter) for step in steps[:-1]):
         return None
     excluded, selection = list(reader.info.excluded.numbers.get(reader.tag, ())), reader.selection
     count = reader.shares_of(0).count(0)

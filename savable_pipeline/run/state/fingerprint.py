@@ -28,7 +28,7 @@ from savable_pipeline.data.dataset.shard_digests import difference, starts_with,
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.state.lane_state import damaged, decoded, has_too_many, pack_state, unpack_state
-from savable_pipeline.stages.chunked_stage import rules_of
+from savable_pipeline.stages.chunked_stage import chunked
 from savable_pipeline.stages.pipeline import datasets_of, upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.stage_settings import SettingRule
@@ -92,14 +92,14 @@ def fingerprint(stage: Stage, *, seed: int, lanes: int) -> PipelineFingerprint:
     names = [
         _in_branch(branch, type(step).__qualname__)
         for branch, step in path
-        if not any(rule.whole_stage for rule in rules_of(step).values())
+        if not any(rule.whole_stage for rule in chunked(step).setting_rules.values())
     ]
     fields: dict[str, Any] = {"lanes": lanes, "seed": seed, "stages": names}
     addresses: dict[str, str] = {}
     shards: dict[str, ShardList] = {}
     required, rules = set(fields), dict(_FIXED)
     for _, step in path:
-        own_rules = rules_of(step)
+        own_rules = chunked(step).setting_rules
         for setting, rule in own_rules.items():
             rules[stage_field(step, setting)] = rule
         for setting, value in step.settings().items():
@@ -246,7 +246,7 @@ def stage_field(stage: Stage, setting: str) -> str:
 
     Another stage of its kind in the same branch adds a number.
     """
-    rule = rules_of(stage).get(setting, _NO_RULE)
+    rule = chunked(stage).setting_rules.get(setting, _NO_RULE)
     return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 

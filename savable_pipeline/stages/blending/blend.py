@@ -26,7 +26,7 @@ from savable_pipeline.errors import CheckpointMismatchError, EncodeError
 from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, build_turns
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, take_from, value_of
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, value_of
 from savable_pipeline.stages.encoder_calls import measured_length
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
@@ -221,11 +221,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         Raises `CheckpointMismatchError` if this Blend has no such source.
         """
         for stage, positions in groupby(elements, lambda element: self._source_of(element.ref)):
-            make_elements(stage, list(positions))
+            chunked(stage).make(list(positions))
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether the source of an element is certain to rebuild it."""
-        return is_certain(self._source_of(ref), ref)
+        return chunked(self._source_of(ref)).is_certain(ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:
         """Return the source of an element. Raises `CheckpointMismatchError` if there is no such source."""
@@ -323,7 +323,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Take elements of a source until `n` are in `_ahead` or it ends. Returns how many are in `_ahead`."""
         source = self._stages[name]
         while len(self._ahead[name]) < n:
-            fresh = take_from(source, n - len(self._ahead[name]))
+            fresh = chunked(source).take(n - len(self._ahead[name]))
             if not len(fresh):
                 break
             self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
@@ -455,8 +455,8 @@ def _name_branch(stage: Stage, name: str) -> None:
         stage.name_branch(name)
         return
     # in different lanes, the turns of a source are at different steps
-    if isinstance(stage, ChunkedStage) and stage.in_step:
-        raise ValueError(f"{stage.in_step} must be after the Blend, not in its source {name!r}")
+    if chunked(stage).in_step:
+        raise ValueError(f"{chunked(stage).in_step} must be after the Blend, not in its source {name!r}")
     for source in stage.sources:
         _name_branch(source, name)
     vars(stage).pop("info", None)  # so that `describe` is called again, now with the name

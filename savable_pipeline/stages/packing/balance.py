@@ -11,7 +11,7 @@ import msgspec
 
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import CheckpointMismatchError, EncodeError
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, take_from, value_of
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, value_of
 from savable_pipeline.stages.cost import Cost, Costing, Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
@@ -118,7 +118,7 @@ class Balance(ChunkedStage, ItemStage):
             self._buffer.rebuild_parts()
             position = self._rule.choose([pack.cost for pack in self._packs], [pack.arrival for pack in self._packs])
             element = self._buffer[position]
-            skips = self.lane.skips and not self._makes and is_certain(self.source, element.ref)
+            skips = self.lane.skips and not self._makes and chunked(self.source).is_certain(element.ref)
             if not skips:
                 value_of(self.source, element)
             self._buffer.remove(position)
@@ -152,7 +152,7 @@ class Balance(ChunkedStage, ItemStage):
     def _fill(self) -> None:
         """Take packs until the buffer is full or the source ends."""
         while len(self._buffer) < self._rule.room:
-            elements = take_from(self.source, 1)
+            elements = chunked(self.source).take(1)
             if not elements:
                 return
             (element,) = elements

@@ -21,7 +21,7 @@ from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.chunked_stage import make_elements, take_from, without_lost
+from savable_pipeline.stages.chunked_stage import chunked, unbuilt, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, as_ref
@@ -125,11 +125,11 @@ class ItemPacker(PackStage):
         while not self._groups:
             elements = self._buffer.copies(len(self._buffer))
             while len(self._buffer) < self.size:
-                more = take_from(self.source, self.size - len(self._buffer))
+                more = chunked(self.source).take(self.size - len(self._buffer))
                 if not more:
                     break
                 self._buffer.add([Element(element.ref) for element in more])
-                make_elements(self.source, more)
+                chunked(self.source).make(unbuilt(more))
                 elements += more
             if not self._buffer:
                 return False

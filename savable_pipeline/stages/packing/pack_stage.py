@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from savable_pipeline.data.dataset.ref import skip_counters
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_certain, make_elements, without_lost
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_ref import Element, ItemRef, remaining_sizes, sample_indices
 from savable_pipeline.stages.stage import ItemStage
@@ -34,7 +34,7 @@ class PackStage(ChunkedStage, ItemStage):
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether a pack can neither be skipped nor lose an item."""
         items = [part if type(part[0]) is int else part[0] for part in ref[1:]]
-        return self._calls.packs_all and all(is_certain(self.source, item) for item in items)
+        return self._calls.packs_all and all(chunked(self.source).is_certain(item) for item in items)
 
     def make(self, elements: Sequence[Element]) -> None:
         """Build packs of the items that are not lost: set their values, refs and sizes.
@@ -67,7 +67,7 @@ class PackStage(ChunkedStage, ItemStage):
     def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
         """Return rebuilt elements. A lost one is a `Skip`, and an inner pack has the ref of its remaining items."""
         items = [Element(ref) for ref in refs]
-        make_elements(self.source, items)
+        chunked(self.source).make(items)
         return items
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.chunked_stage import make_elements, take_from, value_of
+from savable_pipeline.stages.chunked_stage import chunked, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import StageBuffer, is_whole
@@ -60,8 +60,8 @@ class PieceMaker(StageBuffer):
                 self.taken = None
             return True
         if not self.ahead:
-            n, source = self._packing.at_once, self._owner.source
-            while len(self.ahead) < n and (more := take_from(source, n - len(self.ahead))):
+            n, source = self._packing.at_once, chunked(self._owner.source)
+            while len(self.ahead) < n and (more := source.take(n - len(self.ahead))):
                 self.ahead += more
             if not self.ahead:
                 return False
@@ -183,7 +183,7 @@ class PieceMaker(StageBuffer):
         # in a damaged state, the last entry of a ref may be no number
         by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
         wholes = {each.ref: Element(each.ref) for each in by_part}
-        make_elements(self._owner.source, [*wholes.values()])
+        chunked(self._owner.source).make([*wholes.values()])
         for each in [piece, *missing]:
             whole = wholes[each.ref]
             if type(whole.value) is not Skip and each.total:

@@ -27,7 +27,7 @@ from savable_pipeline.data.dataset.sample import JoinedParts, Sample
 from savable_pipeline.data.shards.paths import Shards
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.stages.advice import check_choice
-from savable_pipeline.stages.chunked_stage import ChunkedStage, take_from
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked
 from savable_pipeline.stages.stage import SampleStage, State
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
@@ -125,7 +125,7 @@ class Join(ChunkedStage, SampleStage):
         There are none at the end, or if `n` is 0.
         """
         while True:
-            refs: RefArray = take_from(self.source, n)
+            refs: RefArray = chunked(self.source).take(n)
             if self.missing == "empty" or not len(refs):
                 return refs
             samples = self._joined(self.source.open_samples(refs))

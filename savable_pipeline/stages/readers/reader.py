@@ -30,7 +30,7 @@ from savable_pipeline.data.stores.opening import Cache, Source, at_commit, find_
 from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.stages.advice import check_count
-from savable_pipeline.stages.chunked_stage import ChunkedStage, is_one_to_one
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked
 from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK_SIZE, EpochOrders
@@ -562,7 +562,7 @@ def set_batch_size(stage: Stage, rows: int) -> None:
     sample.
     """
     aligned = True
-    while (one_to_one := is_one_to_one(stage)) is not None:
+    while (one_to_one := chunked(stage).one_to_one) is not None:
         aligned, stage = aligned and one_to_one, stage.source
     if isinstance(stage, RecordReader):
         stage.set_batch_size(rows, aligned=aligned)

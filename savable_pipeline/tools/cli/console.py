@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn, TypeAlias
@@ -94,6 +96,17 @@ def check_output(*paths: Path | None) -> None:
             raise ValueError(f"{path} is a folder; expected a name for a file, such as {path / 'page.html'}")
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}. Create it, or pass another path")
+
+
+_SIZE = re.compile(r"(-?[0-9_]*[.]?[0-9]+) ?(?:([kmgt](i)?)?b)?", re.IGNORECASE)
+
+
+def byte_count(size: str) -> int:
+    """Return the number of bytes of a size: `256000000`, `256MB` or `1.5 GiB`."""
+    if (found := _SIZE.fullmatch(size)) is None:
+        raise ValueError(f"no size: {size!r}. Pass bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    number, prefix, binary = found.groups("")
+    return int(Decimal(number) * (1024 if binary else 1000) ** " kmgt".index(prefix[:1].lower() or " "))
 
 
 ShowProgress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)

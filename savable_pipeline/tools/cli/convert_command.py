@@ -21,6 +21,7 @@ from savable_pipeline.tools.cli.console import (
     KeyEndOption,
     KeyFieldOption,
     WorkersOption,
+    byte_count,
     err,
     errors_as_lines,
     escape_markup,
@@ -62,8 +63,10 @@ def convert_source(
     files_from: FilesFromOption = None,
     allow_outside: Annotated[bool, input_option("--allow-outside", help="Also read linked files outside SRC.")] = False,
     no_check_images: Annotated[bool, input_option("--no-check-images", help="Do not decode images and media.")] = False,
-    unpacked_bytes: Annotated[int, input_option(help="Most bytes of a decompressed shard or record.")] = 1 << 30,
-    shard_bytes: Annotated[int, output_option(help="Most bytes in a shard.")] = 256_000_000,
+    unpacked_bytes: Annotated[
+        str, input_option(metavar="SIZE", help="Most bytes of a decompressed shard or record.")
+    ] = "1GiB",
+    shard_bytes: Annotated[str, output_option(metavar="SIZE", help="Most bytes in a shard.")] = "256MB",
     shard_samples: Annotated[int | None, output_option(help="Most samples in a shard.")] = None,
     split: Annotated[
         list[str] | None, output_option(metavar="NAME=FRACTION", help="A split by key hash (repeatable).")
@@ -86,7 +89,7 @@ def convert_source(
 
     with errors_as_lines():
         options = Options(
-            shard_bytes=shard_bytes,
+            shard_bytes=byte_count(shard_bytes),
             shard_samples=shard_samples,
             check_images=not no_check_images,
             allow_outside=allow_outside,
@@ -96,7 +99,7 @@ def convert_source(
             file_fields=_file_fields(no_files, file_field),
             split=tuple((name, share) for name, _, share in (each.partition("=") for each in split or ())),
             only=_parse_parts(only),
-            unpacked_bytes=unpacked_bytes,
+            unpacked_bytes=byte_count(unpacked_bytes),
         )
         files = find_files(source, format)
         err.print(escape_markup(f"reading {source}: {files.words}"))

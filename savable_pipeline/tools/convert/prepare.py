@@ -111,23 +111,16 @@ def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None)
         for number in sorted(store.entries.faults):
             found.rejected.append(line_fault(source, store, number))
         if source.form == CSV and options.file_fields is None and not is_empty:
-            found.source = source = _with_file_columns(found, store)
+            name = store.entries.names[0]
+            _, found.warnings, urls = file_columns(store, name)
+            if urls:
+                raise ValueError(f"{name}: the column {urls!r} has URLs, not files. {NO_FILES}")
     elif text := store.rejects_warning():
         raise ValueError(text)
     if not is_empty:
         _check_chosen(source, store, options, keys)
         found.ranges, found.size = cut_ranges(source, options)
     return found
-
-
-def _with_file_columns(found: Prepared, store: Any) -> SourceFiles:
-    """Return the source with the columns that name files."""
-    name = store.entries.names[0]
-    fields, found.warnings, urls = file_columns(store, name)
-    if urls:
-        raise ValueError(f"{name}: the column {urls!r} has URLs, not files. {NO_FILES}")
-    source = replace(found.source, settings={**found.source.settings, "file_fields": tuple(fields)}, digest="")
-    return source.at_start()
 
 
 def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Collection[str] | None) -> None:

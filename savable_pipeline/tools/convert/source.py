@@ -46,7 +46,6 @@ from savable_pipeline.data.stores.kaldi import KALDI, SEGMENTS
 from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
@@ -95,26 +94,27 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
         raise ValueError(f"{files}: a Path cannot hold a URL. Pass it as a str")
     try:
         absolute = os.path.abspath(address) if os.path.exists(address) else address  # noqa: PTH100, PTH110  # for others
-        is_file = is_tar(address) and not Path(address).is_dir()  # the suffix may be in any case
-        found = find_source(absolute, format=format or ("tar" if is_file else ""))
-        root, names = _listed(found)
-        if found.listed is not None and not found.listed.names:
+        found = find_source(absolute, format=format or "")
+        form, listed = found.format, found.listed if found.session is None else list_remote(found.files, found.session)
+        root, names = ("", []) if listed is None else (str(listed.root), [*listed.names])
+        if found.listed is not None and not names:
             raise ValueError(f"{files} has no samples. Check the folder")
         exact = () if found.listed is None else found.listed.exact
         if missing := next((path for name in exact if not (path := Path(root, name)).exists()), None):
             raise missing_error(missing)
-        form = found.format
         if form == FOLDER and not Path(absolute).is_dir():
             raise ValueError(f"{files}: raw files are read as one folder. Name it, or pass the format")
         if form == KALDI and any(posixpath.basename(name) == SEGMENTS for name in names):
             raise ValueError(f"{files}: conversions cut no recordings, as segments asks. Read it in place by sp.read")
         if form == TARS or form in TABLES:
-            plain = [name for name in names if name.lower().endswith(form.suffixes)][:_MANY]
-            packed = any(name.lower().endswith(_packed_endings(form)) for name in names)
-            packed |= not all(name.endswith(form.suffixes) for name in plain)  # no store can read the others in place
-            plain = plain if found.session is None or len(plain) == 1 else []
-            if packed or any(_compression(name, _head(found, root, name)) for name in plain):
-                return _packed_source(address, found, root, names)
+            plain, packed = [*filter(form.has, names)], [*filter((JSONL if form == JSON else form).packs, names)]
+            if (
+                plain and listed is not None and listed.whole
+            ):  # reading skips compressed files beside others, with a warning
+                packed = []
+            first = plain[:_MANY] if found.session is None or len(plain) == 1 else []
+            if packed or any(_compression(name, _head(found, root, name)) for name in first):
+                return _packed_source(address, found, root, sorted([*plain, *packed]))
             if not plain:  # no plain file is known: there is only an index, or nothing
                 open_store(found, inspect=True)
         return SourceFiles(address, found, found.format)
@@ -122,14 +122,6 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
         raise ValueError(f"{files}: damaged: {error}") from error
     except ShardError as error:
         raise ValueError(str(error)) from error
-
-
-def _listed(found: Source) -> tuple[str, list[str]]:
-    """Return the folder of a source's files and their names, if these are known."""
-    if found.session is None:
-        return ("", []) if found.listed is None else (str(found.listed.root), found.listed.names)
-    listed = list_remote(found.files, found.session)
-    return listed.root, list(listed.names)
 
 
 def _compression(path: str, head: bytes) -> str:
@@ -150,9 +142,8 @@ def _head(found: Source, root: str, name: str) -> bytes:
     return b""
 
 
-def _packed_source(address: str, found: Source, root: str, names: list[str]) -> SourceFiles:
+def _packed_source(address: str, found: Source, root: str, files: list[str]) -> SourceFiles:
     form = found.format
-    files = [name for name in names if name.lower().endswith((*form.suffixes, *_packed_endings(form)))]
     if form != TARS:  # only the first bytes tell a list of JSON from lines
         plain = {_plain_name(name): name for name in files}
         heads = {}
@@ -161,10 +152,6 @@ def _packed_source(address: str, found: Source, root: str, names: list[str]) -> 
                 heads[name] = file.read(_PEEK)
         form = recognize([*plain], heads).format
     return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
-
-
-def _packed_endings(form: Format) -> tuple[str, ...]:
-    return JSONL.packed if form == JSON else form.packed
 
 
 def _plain_name(name: str) -> str:

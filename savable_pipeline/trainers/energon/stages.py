@@ -15,7 +15,7 @@ from savable_pipeline.errors import EncodeError
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.bucket_batcher import BucketBatcher
-from savable_pipeline.stages.chunked_stage import ChunkedStage, count_of, take_from
+from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, count_of
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.packing.item_packer import ItemPacker
 from savable_pipeline.stages.readers.join import Join
@@ -58,11 +58,11 @@ class After(ChunkedStage, SampleStage):
 
     def take(self, n: int) -> Any:
         while self._remaining and n:
-            taken = len(take_from(self.source, min(self._remaining, _AT_ONCE)))
+            taken = len(chunked(self.source).take(min(self._remaining, _AT_ONCE)))
             if not taken:
                 break
             self._remaining -= taken
-        return take_from(self.source, n)
+        return chunked(self.source).take(n)
 
     def save_state(self) -> State:
         return {"left": self._remaining, **super().save_state()}

@@ -22,7 +22,6 @@ from savable_pipeline.data.remote import hub as hub_module
 from savable_pipeline.data.remote.hub import Hub
 from savable_pipeline.data.remote.session import Session, close_scratch
 from savable_pipeline.data.shards.paths import HubAddress, without_commit
-from savable_pipeline.data.stores.sample_names import is_tar
 from savable_pipeline.errors import RemoteError
 from savable_pipeline.tools.check.dataset_check import check_dataset
 from savable_pipeline.tools.convert import Options, run_conversion
@@ -294,7 +293,7 @@ def test_commands_and_mixtures_accept_hub_addresses(
     assert (info.root, info.samples) == (f"{NAME}@{commit}", 2 * ROWS)
     assert check_dataset(NAME, processes=1).problems == []
     report = run_conversion(NAME, tmp_path / "shards", Options(), workers=1)
-    assert report.samples == 2 * ROWS and any(is_tar(path.name) for path in (tmp_path / "shards").iterdir())
+    assert report.samples == 2 * ROWS and [*(tmp_path / "shards").glob("*.tar")]
     (tmp_path / "mixture.yaml").write_text(f"sources: {{a: {{path: '{NAME}/data', weight: 1}}}}")
     assert sorted(ids(sp.mixture(tmp_path / "mixture.yaml").take(2 * ROWS))) == list(range(2 * ROWS))
 

@@ -118,6 +118,16 @@ def test_last_line_without_newline_may_contain_nan(tmp_path: Path) -> None:
     assert open_store(tmp_path, format="jsonl").entries[0].fault == ""
 
 
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("names_files", [False, True])
+def test_a_line_of_two_values_is_no_truncated_one(tmp_path: Path, end: bytes, names_files: bool) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 1}\n{"id": 2}{"id": 3}' + end)
+    store = open_store(tmp_path / "a.jsonl", file_fields=["image"] if names_files else None)
+    assert store.entries[0].fault == "" and store.entries[0].samples == 2
+    with pytest.raises(sp.ShardError, match=r"JSON: more than one JSON value in a line: Extra data: line 1 column 10"):
+        store.extensions(0, 1)
+
+
 def test_truncated_last_line_is_an_error_and_skip_reads_the_lines_before(lines: Path) -> None:
     lines.write_bytes(LINES[:-3])
     with pytest.raises(sp.ShardError, match=r"a\.jsonl: the last line, at byte 75, was cut: .*copy the file again"):

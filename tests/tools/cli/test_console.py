@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from savable_pipeline.tools.cli.console import console, escape_markup, progress_of
+from savable_pipeline.tools.cli.console import byte_count, console, escape_markup, progress_of
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 
@@ -72,3 +72,27 @@ def test_a_preview_names_its_page_as_text(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", [("k.png", data.getvalue())])
     run = CliRunner().invoke(app, ["preview", str(tmp_path), "-o", str(tmp_path / "a:train:.html")])
     assert run.exit_code == 0 and "a:train:.html" in run.output
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("7", 7),
+        ("1_000", 1000),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        ("1.5 mb", 1_500_000),
+        ("2TiB", 2 << 40),
+        ("0.5gb", 5 * 10**8),
+    ],
+)
+def test_a_size_may_have_a_unit(size: str, count: int) -> None:
+    assert byte_count(size) == count
+
+
+@pytest.mark.parametrize("size", ["", "MB", "1G", "1iB", "1 000", "1e9", "nan", "١", "1_", "_", "."])
+def test_other_sizes_are_errors_that_name_the_units(size: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"no size: .*Pass bytes, or a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
+    ):
+        byte_count(size)

@@ -92,7 +92,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
     assert list(tar_files(tmp_path / "out")) == ["k.jpg", "k.json", "k.mask.jpg"]
     result = run("convert", write_lines(tmp_path / "b.jsonl", {"image": "a cat"}), tmp_path / "b", "--no-files")
     assert result.exit_code == 0 and list(tar_files(tmp_path / "b")) == ["000000001.json"]
-    result = run("convert", tmp_path / "pictures", tmp_path / "c", "--shard-bytes=1", "--workers=1")
+    result = run("convert", tmp_path / "pictures", tmp_path / "c", "--shard-bytes=0.001kB", "--workers=1")
     assert len(list((tmp_path / "c").glob("*.tar"))) == 4
 
 
@@ -101,6 +101,7 @@ def test_the_options_reach_the_conversion(tmp_path: Path) -> None:
     [
         (["convert", "gone", "out"], "gone: no such file or folder"),
         (["convert", "in", "out", "--shard-bytes=-1"], "must be at least 1"),
+        (["convert", "in", "out", "--shard-bytes", "1 G"], "no size: '1 G'. Pass bytes, or a number with B, kB, MB"),
         (["convert", "in", "out", "--workers=0"], "workers must be 1 or more"),
         (["convert", "in", "out", "--no-files", "--file-field=a"], "exclude each other"),
         (["convert", "in", "file"], "file is a file"),

@@ -30,9 +30,6 @@ TABLES = ("jsonl", "json", "csv")
 NOT_EQUAL = {
     "Kaldi with segments",  # an error
     "Kaldi's folders of splits",  # keys that repeat in two shards
-    "a tar of tars",  # a conversion rejects tars as parts of samples
-    "CSV beside a compressed table",  # a conversion also reads compressed files, which reading skips with a warning
-    "tars beside a compressed one",
 }
 OPENED = [pytest.param(each, id=each.name) for each in LAYOUTS if not each.error and each.name not in NOT_EQUAL]
 READ_IN_PLACE = [kind for kind in SOURCES if kind != "packed" and kind.partition(".")[2] not in ("gz", "zst", "xz")]

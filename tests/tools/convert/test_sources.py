@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import savable_pipeline as sp
 from savable_pipeline.tools.cli.main import app
 from savable_pipeline.tools.convert import Options, find_files, run_conversion
 from tests.conftest import write_tar
@@ -65,9 +66,20 @@ def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layo
         assert find_files(root).form.name == layout.kind
 
 
-def test_plain_and_compressed_tars_of_a_folder_are_all_converted(tmp_path: Path) -> None:
-    found = find_files(files(tmp_path, "a.tar.gz", "b/c.tar", "d.TAR", "README.md"))
-    assert [each.name for each in found.packed] == ["a.tar.gz", "b/c.tar", "d.TAR"]
+def test_compressed_files_beside_plain_ones_are_converted_if_they_are_named(tmp_path: Path) -> None:
+    files(tmp_path, "a.tar.gz", "c.tar", "d.TAR", "README.md")
+    assert find_files(tmp_path).packed == ()  # reading skips them with a warning
+    assert [each.name for each in find_files(f"{tmp_path}/*.[tT]*").packed] == ["a.tar.gz", "c.tar", "d.TAR"]
+
+
+def test_compressed_files_beside_plain_ones_are_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = files(tmp_path / "in", **{"a.jsonl": b"{}\n", "b.jsonl.gz": gzip.compress(b"{}\n{}\n")})
+    assert run_conversion(source, tmp_path / "out", SMALL).samples == len(sp.open_dataset(source)) == 1
+    assert (
+        "1 compressed jsonl files are skipped. Unpack them, or name them in `savable convert`, such as" in caplog.text
+    )
 
 
 def test_recognized_format_is_printed_and_can_be_set(tmp_path: Path) -> None:
