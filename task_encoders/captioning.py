@@ -164,17 +164,18 @@ class CaptioningEncoder(TaskEncoder):
         return {**self.tokenizer.settings(), **self.crop.settings(), **own}
 
     def _caption(self, sample: Sample) -> str:
+        """Return the caption of a sample, or "" if it has none."""
         return (_TEXT if "txt" in sample else self.caption).read_text(sample) or ""
 
 
 def _image_index(packs: list[dict[str, Any]], *, length: int) -> torch.Tensor:
-    """Return the image of each token, -1 for padding, int64 (packs, length).
+    """Return the index of each token's image, -1 for padding: int64 (packs, length).
 
     Captions of 2 and 1 tokens, and of 2 in the next pack, give 0 0 1 and 2 2 -1.
     """
-    rows, image = [], 0
+    rows, images_before = [], 0
     for pack in packs:
         lengths = pack["cu_seqlens"].diff()
-        rows.append(torch.arange(image, image + len(lengths)).repeat_interleave(lengths))
-        image += len(lengths)
+        rows.append(torch.arange(images_before, images_before + len(lengths)).repeat_interleave(lengths))
+        images_before += len(lengths)
     return pad_rows(rows, -1, length)

@@ -126,9 +126,10 @@ class ChatEncoder(MixedEncoder):
         self.template = template or _template_of(self.tokenizer)
         self.answers = answers
         self._placeholder_texts = {
-            kind: own.text for kind, own in zip(Sample.KINDS, (vision, video, audio), strict=True) if own
+            kind: medium.text for kind, medium in zip(Sample.KINDS, (vision, video, audio), strict=True) if medium
         }
         specials = sorted(self.tokenizer.special_texts() - {*self._placeholder_texts.values()})
+        # The pattern (?!) matches nothing.
         self._placeholders = re.compile(f"({'|'.join(map(re.escape, self._placeholder_texts.values())) or '(?!)'})")
         self._special_pattern = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
 
@@ -145,25 +146,25 @@ class ChatEncoder(MixedEncoder):
     def length_of(self, sample: Sample) -> int | None:
         """Return the number of tokens of a sample's item, from the headers of its media.
 
-        It is None without `video` and `audio`, if the headers do not suffice, or if the sample is skipped.
+        The result is None without `video` and `audio`, if the headers do not suffice, or if the sample is skipped.
         """
-        measured = self._measure(sample)
-        return None if measured is None else padded_length(measured[0], self.multiple)
+        tokens, _ = self._measure(sample) or (None, 0)
+        return None if tokens is None else padded_length(tokens, self.multiple)
 
     def images_of(self, sample: Sample) -> int:
         """Return the number of image tiles and video steps of a sample's item.
 
         It is 0 if `length_of` is None.
         """
-        measured = self._measure(sample)
-        return 0 if measured is None else measured[1]
+        _, images = self._measure(sample) or (None, 0)
+        return images
 
     def settings(self) -> dict[str, Any]:
         """Return every argument, and hashes for the tokenizer and the template."""
         return {**super().settings(), "template": self.template.settings(), "answers": self.answers}
 
     def _render(self, sample: Sample, media_of: Callable[[Sample], SampleMedia]) -> _ChatText | Skip:
-        """Render a sample's conversation as text, or return the `Skip` of the sample."""
+        """Render a sample's conversation as text, up to the last answer. Return a `Skip` if it cannot be trained on."""
         columns = CONVERSATIONS if self.part == "json" else ()
         if columns:
             reject_preferences(sample)
@@ -173,24 +174,27 @@ class ChatEncoder(MixedEncoder):
         record, arguments = read_record(sample, name)
         messages = parse_conversation(record, media_of(sample))
         if not (answer_indices := [number for number, message in enumerate(messages) if message.is_answer]):
-            other = min({message.role for message in messages} - {"system", "user", "assistant"}, default="")
-            return Skip(f"no answer, but the role {other[:20]!r}" if other else "no answer")
+            other_role = min({message.role for message in messages} - {"system", "user", "assistant"}, default="")
+            return Skip(f"no answer, but the role {other_role[:20]!r}" if other_role else "no answer")
         parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        more = [each for each in [arguments, *(message.more for message in messages)] if each]
-        if any(map(self._special_pattern.search, [*texts, *(json.dumps(each, ensure_ascii=False) for each in more)])):
+        # the template may write these values into the text too
+        texts += [
+            json.dumps(value, ensure_ascii=False) for value in [arguments, *(one.more for one in messages)] if value
+        ]
+        if any(map(self._special_pattern.search, texts)):
             return Skip("special token in text")
         until_answer = messages[: answer_indices[-1] + 1]
         shown = [part for message in until_answer for part in message.parts if not isinstance(part, str)]
         if self.vision is None and any(media_kind(part) == "image" for part in shown):
             raise ValueError("the conversation has images, but the encoder has no vision=. Pass vision=Vision(...)")
-        image = self.vision.text if self.vision else ""
+        image_placeholder = self.vision.text if self.vision else ""
         trained_indices = answer_indices if self.answers == "all" else answer_indices[-1:]
-        text, answers = answers_in(self.template, until_answer, trained_indices, image, arguments)
+        text, answers = answers_in(self.template, until_answer, trained_indices, image_placeholder, arguments)
         return _ChatText(text, answers, shown)
 
     def _measure(self, sample: Sample) -> tuple[int, int] | None:
-        """Return (tokens, image tiles and video steps) of a sample's item, or None if `length_of` is None."""
+        """Return the numbers of tokens, and of image tiles and video steps; None if `length_of` returns None."""
         if self.video is None and self.audio is None:
             return None
         chat = self._render(sample, partial(self.media_of, headers=True))
@@ -203,7 +207,7 @@ class ChatEncoder(MixedEncoder):
         return (tokens, images) if self.max_length is None or tokens <= self.max_length else None
 
     def _tokenize(self, chat: _ChatText, pieces: Callable[[ShownMedia], Iterator[str | MediumTokens]]) -> MixedTokens:
-        """Tokenize a conversation. `pieces` returns the texts and tokens of each medium."""
+        """Tokenize a conversation. `pieces` returns the texts and tokens of an image, video or audio."""
         mixed = MixedTokens(self.tokenizer, *self.media, rope=self.rope)
         queues = self._media_queues(chat.text, chat.shown)
         borders = [0, *(border for answer in chat.answers for border in answer), len(chat.text)]
@@ -216,20 +220,21 @@ class ChatEncoder(MixedEncoder):
         return mixed
 
     def _media_queues(self, rendered: str, shown: Sequence[ShownMedia]) -> dict[str, Iterator[ShownMedia]]:
-        """Return the media of each kind, in order, by their placeholder.
+        """Return an iterator over the media of each kind, in order, by the placeholder of the kind.
 
         Raises ValueError if the text has more or fewer placeholders than media.
         """
         queues = {}
         for kind, text in self._placeholder_texts.items():
-            of_kind = [part for part in shown if kind == media_kind(part)]
-            found = self._placeholders.findall(rendered).count(text)
-            if found != len(of_kind):
-                raise ValueError(f"the rendered text has {found} placeholders {text!r} for {len(of_kind)} {kind}s")
-            queues[text] = iter(of_kind)
+            media = [part for part in shown if kind == media_kind(part)]
+            count = self._placeholders.findall(rendered).count(text)
+            if count != len(media):
+                raise ValueError(f"the rendered text has {count} placeholders {text!r} for {len(media)} {kind}s")
+            queues[text] = iter(media)
         return queues
 
 
 def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a tokenizer of `transformers`, or else `ChatML()`."""
     tokenize: Any = tokenizer.tokenize
     return OwnTemplate(tokenize) if hasattr(tokenize, "apply_chat_template") else ChatML()

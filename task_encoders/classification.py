@@ -66,7 +66,7 @@ class ClassificationEncoder(TaskEncoder):
         self.crop = crop or SquareCrop()
         self.alphas = {"mixup": mixup, "cutmix": cutmix}
         self.global_rng = ("torch",) if mixup or cutmix else False
-        self._mix = _mixer(classes, mixup, cutmix) if mixup or cutmix else None
+        self._mix = _mix_transform(classes, mixup, cutmix) if mixup or cutmix else None
 
     def encode(self, sample: Sample, rng: Rng) -> dict[str, Any] | Skip:
         """Return one item, or `Skip`."""
@@ -76,7 +76,7 @@ class ClassificationEncoder(TaskEncoder):
         value = self.label.read(sample)
         if value is None:
             return Skip(f"no {self.label.name}")
-        return {"image": image, "label": self._number(value)}
+        return {"image": image, "label": self._class_index(value)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build a batch of B items, mixed if `mixup` or `cutmix` is set."""
@@ -84,6 +84,7 @@ class ClassificationEncoder(TaskEncoder):
         label = torch.tensor([item["label"] for item in items])
         if self._mix is None:
             return {"image": image, "label": label}
+        # a single image has no other one to mix with
         image, label = self._mix(image, label) if len(items) > 1 else (image, one_hot(label, self.classes).float())
         return {"image": image, "label": label}
 
@@ -92,8 +93,8 @@ class ClassificationEncoder(TaskEncoder):
         own = {"classes": self.classes, "label": self.label.name, "names": list(self.names), **self.alphas}
         return {**self.crop.settings(), **own}
 
-    def _number(self, value: Any) -> int:
-        """Return the index of a class. Raises ValueError if it is not one of the classes."""
+    def _class_index(self, value: Any) -> int:
+        """Return the index of a sample's class. Raises ValueError if the value is not one of the classes."""
         text = str(value).strip()
         if self.names:
             if text in self.names:
@@ -104,7 +105,7 @@ class ClassificationEncoder(TaskEncoder):
         raise ValueError(f"{self.label.name}: expected a class from 0 to {self.classes - 1}, found {value!r}")
 
 
-def _mixer(classes: int, mixup: float, cutmix: float) -> Any:
+def _mix_transform(classes: int, mixup: float, cutmix: float) -> Any:
     """Return MixUp, CutMix, or a random choice of the two for each batch."""
     from torchvision.transforms import v2  # this takes a second, so it is imported only if batches are mixed
 

@@ -94,13 +94,15 @@ class InterleavedEncoder(MixedEncoder):
 
     def _cut(self, item: dict[str, Any], max_length: int) -> Skip | Iterator[dict[str, Any] | Skip]:
         """Cut an item into items of at most `max_length` tokens, but not within an image, video or audio."""
-        borders, start = [0], 0
+        start = 0
+        borders = [start]
         spans = [(first, end, medium.kind) for medium in self.media for first, end in media_spans(item, medium)]
         for first, end, kind in spans:
             if end - first > max_length:
                 return Skip(f"{kind} longer than max_length")
         while start < len(item["tokens"]):
             stop = min(start + max_length, len(item["tokens"]))
-            start = next((first for first, end, _ in spans if first < stop < end), stop)  # before a medium it would cut
+            # if `stop` is within a medium, the cut is before that medium
+            start = next((first for first, end, _ in spans if first < stop < end), stop)
             borders.append(start)
-        return (with_target(self.cut(item, *cut)) for cut in pairwise(borders))
+        return (with_target(self.cut(item, start, stop)) for start, stop in pairwise(borders))

@@ -8,11 +8,7 @@ from typing import Any
 from savable_pipeline import Rng, Sample, Skip, TaskEncoder
 from task_encoders.parts.image_text_tokens import MixedEncoder, MixedTokens
 from task_encoders.parts.sample_parts import Field
-from task_encoders.parts.token_packing import (
-    document,
-    multiple_setting,
-    with_target,
-)
+from task_encoders.parts.token_packing import document, multiple_setting, with_target
 from task_encoders.parts.tokenizer import Tokenize, Tokenizer
 
 
@@ -115,5 +111,5 @@ class LanguageModelingEncoder(MixedEncoder):
         return mixed.item()
 
     def _cut(self, item: dict[str, Any], length: int, size: int) -> Iterator[dict[str, Any] | Skip]:
-        """Cut an item of `length` tokens into items of `size` tokens, the last one with the rest."""
+        """Cut an item of `length` tokens into items of `size` tokens. The last one may have fewer."""
         return (with_target(self.cut(item, start, start + size)) for start in range(0, length, size))

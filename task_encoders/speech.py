@@ -127,9 +127,9 @@ class SpeechEncoder(TaskEncoder):
         return frames
 
     def length_of(self, sample: Sample) -> int | None:
-        """Return the number of frames from the header, or None.
+        """Return the number of frames of a sample's item, from the header of its audio.
 
-        It is None if a speed is drawn, or if the header does not have the duration.
+        The result is None if a speed is drawn, if the header does not have the duration, or if the sample is skipped.
         """
         part = named_part(sample, self.audio, "audio", "video")
         if part is None or len(self.speeds) > 1 or len(self.tokenizer(self.text.read_text(sample) or "")) == 0:
@@ -137,8 +137,8 @@ class SpeechEncoder(TaskEncoder):
         header = sample.media(part)
         if header.duration_s is None or header.width is not None:  # a video's audio may have another duration
             return None
-        count = _count_samples(header.duration_s, round(RATE / self.speeds[0]))
-        return None if self._skip_reason(count) else -(-count // HOP)
+        sample_count = _count_samples(header.duration_s, round(RATE / self.speeds[0]))
+        return None if self._skip_reason(sample_count) else -(-sample_count // HOP)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build one pack of n items.
@@ -154,10 +154,12 @@ class SpeechEncoder(TaskEncoder):
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build a batch of B rows, from B packs or B items."""
         if not is_packed(items):
-            text, frames = batch_documents(items, pad=self.tokenizer.pad), [item["frames"] for item in items]
-            return {"features": _pad_features(items), "frames": torch.tensor(frames), **text}
+            frames = torch.tensor([item["frames"] for item in items])
+            tokens = batch_documents(items, pad=self.tokenizer.pad)
+            return {"features": _pad_features(items), "frames": frames, **tokens}
         packs = [item if "cu_seqlens" in item else self.pack([item], rng) for item in items]
-        features, text = _pad_features(packs), batch_tokens(packs, pad=self.tokenizer.pad)
+        features = _pad_features(packs)
+        text = batch_tokens(packs, pad=self.tokenizer.pad)
         return {
             "features": features,
             "frame_segments": _number_items([pack["frame_counts"] for pack in packs], features.shape[2]),
@@ -179,30 +181,36 @@ class SpeechEncoder(TaskEncoder):
             "masks": self.masks and self.masks.settings(),
         }
 
-    def _skip_reason(self, count: int) -> str:
-        """Return the reason to skip audio of `count` samples at 16 kHz, or ""."""
-        seconds = count / RATE
+    def _skip_reason(self, sample_count: int) -> str:
+        """Return the reason to skip audio of `sample_count` samples at 16 kHz, or ""."""
+        seconds = sample_count / RATE
         return "too short" if seconds < self.min_s else "too long" if seconds > self.max_s else ""
 
 
 def _count_samples(duration_s: float, rate: int) -> int:
-    """Return how many samples `Audio.samples` returns for a duration. Exact arithmetic makes `length_of` exact."""
+    """Return how many samples `Audio.samples` returns for a duration.
+
+    Arithmetic with fractions makes `length_of` exact.
+    """
     return round(Fraction(duration_s) * rate)
 
 
 def _pad_features(rows: Sequence[dict[str, Any]]) -> torch.Tensor:
     """Join the `features` of rows, float32 (bins, n), to float32 (rows, bins, longest), padded with their minimum."""
     features = [row["features"] for row in rows]
-    padded = empty((len(rows), len(features[0]), max(each.shape[1] for each in features)), torch.float32)
-    for target, each in zip(padded, features, strict=True):
-        target[:, : each.shape[1]] = each
-        target[:, each.shape[1] :] = each.min()
+    padded = empty((len(rows), len(features[0]), max(own.shape[1] for own in features)), torch.float32)
+    for padded_row, own in zip(padded, features, strict=True):
+        padded_row[:, : own.shape[1]] = own
+        padded_row[:, own.shape[1] :] = own.min()
     return padded
 
 
 def _number_items(counts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Number the items of each row: 2 and 1 elements, and 2 in the next row, give 0 0 1 and 0 0 -1, int64 (2, 3)."""
-    return pad_rows([torch.arange(len(each)).repeat_interleave(each) for each in counts], -1, length)
+    """Return the index in its row of the item of each element, -1 for padding: int64 (rows, length).
+
+    `counts` has the elements of each item: 2 and 1, and in the next row 2, give 0 0 1 and 0 0 -1.
+    """
+    return pad_rows([torch.arange(len(row)).repeat_interleave(row) for row in counts], -1, length)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,8 @@ def media_of(head: bytes, known: frozenset[str]) -> str:
     >>> (media_of(b"GIF89a", frozenset({"gif"})), media_of(b"BM", frozenset({"gif"})))
     ('gif', 'bin')
     """
-    if head[:4] == b"RIFF":
-        found = _RIFF.get(head[8:12], "")
-    elif head[4:8] == b"ftyp":
-        found = "mp4"
-    else:
-        found = next((extension for magic, extension in _MEDIA.items() if head.startswith(magic)), "")
+    found = _RIFF.get(head[8:12], "") if head[:4] == b"RIFF" else "mp4" if head[4:8] == b"ftyp" else ""
+    found = found or next((extension for magic, extension in _MEDIA.items() if head.startswith(magic)), "")
     return found if found in known else "bin"
 
 

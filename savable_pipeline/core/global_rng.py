@@ -1,8 +1,8 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
 A *row* is a number of calls of a user's function, one after the other. With `global_rng=None`, a row is watched for
-draws from these generators. That costs 10 µs per row in a hot loop, and as much again where the trainer's states must
-be restored. Seeding would cost 7 µs per call. A watched row has three phases:
+draws from these generators. That costs 6 µs per row in a hot loop, and 4 µs where the trainer's states must be
+restored. Seeding would cost 7 µs per call. A watched row has three phases:
 
     start    the generators get states of this process and row, which no function can restore by chance
     calls    nothing is seeded
@@ -18,10 +18,11 @@ import pickle
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, lru_cache, partial
+from itertools import cycle
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -33,11 +34,10 @@ KINDS = ("python", "numpy", "torch")
 _SHORTEST_ROW = 16  # calls; shorter rows are seeded, which is cheaper than watching
 _SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
 _MAX_TRIES = 8  # of a row in a thread, if the generators' states change each time
-_BITS = 128  # bits of output to compare; two different states agree in them with a probability of 2**-128
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
-_python: Any = attrgetter("__self__")(random.getstate)
 _START_STATES = 4  # how many states rows start from, in turn
 _TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
+_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]  # functions that read and set a state
 
 
 def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Seeding:
         self._name, self._in_thread = name, in_thread
         self._seeder = cache(lambda: seeder(setting))  # only a seeded call imports torch
         self.seed: Callable[[int], None] | None = None
-        self._may_watch, self._watches, self._rows, self._tries = setting is None, False, 0, 0
+        self._may_watch, self._watches, self._tries = setting is None, False, 0
         self._second_runs = 0 if in_thread else _SECOND_RUNS
 
     def row(self, calls: int) -> Self:
@@ -123,8 +123,7 @@ class Seeding:
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
-            self._rows += 1
-            starts, self._before = _start_states(os.getpid(), imported("torch") is not None)[self._rows % _START_STATES]
+            starts, self._before = next(_start_states(os.getpid(), imported("torch") is not None))
             for start in starts:
                 start()
 
@@ -134,7 +133,7 @@ class Seeding:
         `ends` is whether the row has no more calls.
         """
         if self._watches:
-            if (_all_states() if self._in_thread else _outputs()) != self._before:
+            if _all_states() != self._before:
                 self.seed_from_now()
             if ends:
                 self._watches, self._tries = False, 0
@@ -174,68 +173,81 @@ class Seeding:
 
 
 @lru_cache(maxsize=2)
-def _start_states(process: int, has_torch: bool) -> list[tuple[list[partial[Any]], Any]]:
-    """Return the start states of this process: functions that set them, and the `_outputs` afterwards.
+def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[object]], Any]]:
+    """Return an endless iterator over start states of this process: functions that set one, and its `_all_states`.
 
     Setting a prepared state is faster than seeding.
     """
     states, torch = [], imported("torch") if has_torch else None
     for key in [derive_key("watch", process, time.time_ns(), number) for number in range(_START_STATES)]:
-        starts = [partial(random.setstate, random.Random(key).getstate()), partial(np.random.seed, key & 0xFFFFFFFF)]
+        random.seed(key), np.random.seed(key & 0xFFFFFFFF)
         if torch:
-            starts.append(partial(torch.default_generator.set_state, torch.Generator().manual_seed(key).get_state()))
-        for start in starts:
-            start()
-        states.append((starts, _outputs()))
+            torch.default_generator.manual_seed(key)
+        states.append(([partial(write, read()) for read, write in _accesses()], _all_states()))
+    return cycle(states)
+
+
+def _accesses(kinds: Collection[str] = KINDS) -> list[_Access]:
+    """Return how to read and set the states of these generators, as far as they are imported."""
+    found = [_python_access()] if "python" in kinds else []
+    if "numpy" in kinds:
+        found.append(_numpy_access(_bit_generator(np.random)))
+    if "torch" in kinds and (torch := imported("torch")):
+        found.append((torch.default_generator.get_state, torch.default_generator.set_state))
+    return found
+
+
+def _all_states() -> list[Any]:
+    """Return the whole states of the imported generators, to be compared with earlier ones."""
+    states = [read() for read, _ in _accesses()]
+    if len(states) == len(KINDS):  # torch's as bytes; `numpy` would take 2 µs longer
+        states[-1] = ctypes.string_at(states[-1].data_ptr(), states[-1].nbytes)
     return states
 
 
-def _outputs() -> tuple[int, bytes, bytes]:
-    """Return values that identify the three states. Reading the whole of Python's state would take 8 µs."""
-    return random.getrandbits(_BITS), _numpy_bytes(), _torch_bytes()
+@cache
+def _python_access() -> _Access:
+    """Return how to read and set Python's state with its cached normal.
 
+    In memory this takes less than 1 µs. `getstate` and `setstate`, for versions that store it in another form, would
+    take 30 µs.
+    """
+    generator: Any = attrgetter("__self__")(random.getstate)
+    words = (ctypes.c_char * _TWISTER_BYTES).from_address(id(generator) + object.__basicsize__)
+    *numbers, position = random.getstate()[1]
+    has_room = random.Random.__basicsize__ >= object.__basicsize__ + _TWISTER_BYTES
+    if not has_room or words.raw != struct.pack("=i624I", position, *numbers):
+        return random.getstate, random.setstate
 
-def _all_states() -> tuple[Any, bytes, bytes]:
-    return random.getstate(), pickle.dumps(np.random.get_state()), _torch_bytes()
+    def write(state: Any) -> None:
+        words.raw, generator.gauss_next = state
+
+    return lambda: (words.raw, generator.gauss_next), write
 
 
 @cache
-def _python_words() -> Any:
-    """Return Python's state in memory, or None if this version stores it in another form."""
-    words = (ctypes.c_char * _TWISTER_BYTES).from_address(id(_python) + object.__basicsize__)
-    *numbers, position = random.getstate()[1]
-    has_room = random.Random.__basicsize__ >= object.__basicsize__ + _TWISTER_BYTES
-    return words if has_room and words.raw == struct.pack("=i624I", position, *numbers) else None
+def _numpy_access(generator: Any) -> _Access:
+    """Return how to read and set NumPy's state with its cached normal, for its bit generator.
 
+    In memory this takes less than 1 µs. `get_state` and `set_state`, for generators other than the Mersenne Twister,
+    would take 45 µs.
+    """
+    owner, at = attrgetter("mtrand._rand")(np.random), -1
+    memory = (ctypes.c_char * type(owner).__basicsize__).from_address(id(owner))
+    if type(generator) is np.random.MT19937:  # find the cached normal by its value
+        state = np.random.get_state(legacy=False)
+        np.random.set_state({**state, "has_gauss": 1, "gauss": np.pi})
+        at = memory.raw.find(struct.pack("=qd", 1, np.pi))
+        np.random.set_state(state)
+    if at < 0:
+        return lambda: pickle.dumps(np.random.get_state(False)), lambda raw: np.random.set_state(pickle.loads(raw))
+    words = (ctypes.c_char * _TWISTER_BYTES).from_address(generator.ctypes.state_address)
+    normal = (ctypes.c_char * 16).from_address(id(owner) + at)
 
-def _python_restorers() -> list[Callable[[], object]]:
-    """Return functions that restore Python's state. `getstate` and `setstate` would take 30 µs."""
-    if (words := _python_words()) is None:
-        return [partial(random.setstate, random.getstate())]
-    return [partial(setattr, words, "raw", words.raw), partial(setattr, _python, "gauss_next", _python.gauss_next)]
+    def write(state: Any) -> None:
+        words.raw, normal.raw = state
 
-
-def _numpy_bytes() -> bytes:
-    """Return NumPy's state, or b"" if it is not a Mersenne Twister. `get_state` would take 45 µs."""
-    generator = _bit_generator(np.random)
-    is_twister = type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES) if is_twister else b""
-
-
-def _torch_bytes() -> bytes:
-    """Return the state of torch's generator, or b"" if torch is not imported."""
-    state = torch.default_generator.get_state() if (torch := imported("torch")) else None
-    return b"" if state is None else ctypes.string_at(state.data_ptr(), state.nbytes)  # `numpy` would take 2 µs longer
-
-
-def _numpy_restorer() -> Callable[[], object]:
-    """Return a function that restores NumPy's state. `get_state` and `set_state` would take 45 µs."""
-    words, address = _numpy_bytes(), _bit_generator(np.random).ctypes.state_address
-    normal = np.random.standard_normal() if words else 0.0
-    if words != _numpy_bytes():  # the normal draw changed the words, so there was no cached one
-        return lambda: (np.random.seed(0), ctypes.memmove(address, words, len(words)))
-    cached = {"has_gauss": 1, "gauss": normal} if words else {}
-    return partial(np.random.set_state, {**np.random.get_state(legacy=False), **cached})
+    return lambda: (words.raw, normal.raw), write
 
 
 @contextlib.contextmanager
@@ -245,11 +257,7 @@ def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
     Within this context torch has one thread, because the bits of some sums depend on the number of threads.
     """
     torch = imported("torch")
-    restores = _python_restorers() if "python" in seeded else []
-    if "numpy" in seeded:
-        restores.append(_numpy_restorer())
-    if torch and "torch" in seeded:
-        restores.append(partial(torch.default_generator.set_state, torch.default_generator.get_state()))
+    restores = [partial(write, read()) for read, write in _accesses(seeded)]
     if torch and (threads := torch.get_num_threads()) != 1:
         torch.set_num_threads(1)
         restores.append(partial(torch.set_num_threads, threads))

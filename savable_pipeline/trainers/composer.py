@@ -2,8 +2,9 @@
 
 `SavableData` is both the train dataloader and a callback. Composer asks callbacks for their state on every rank, and
 saves that of rank 0. To resume within an epoch, Composer *spins*: it takes the batches of the epoch again and discards
-them, unless its `dataset_resumption` says that the data resumes by itself. It transforms each batch that it trains on,
-and none that it spins over. That is how we distinguish the two.
+them, unless its `dataset_resumption` says that the data resumes by itself. Composer calls
+`batch_transforms` for each batch that it trains on, and for none that it spins over. So `_start_step`, which is passed
+as `batch_transforms`, detects skipped batches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from composer.utils import dist
 from savable_pipeline.errors import SavableError, StateError
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.micro_batches import micro_batches, rows
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, restarting
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, check_restarting
 
 
 class SavableData(Callback):  # type: ignore[misc]
@@ -52,18 +53,19 @@ class SavableData(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, loader: SavableLoader, *, batch_size: int, shared: Iterable[str] = ()) -> None:
-        self._loader, self._started = loader, 0
-        self._restored = False
-        self._called = False  # whether Composer has called this callback
+        self._loader = loader
+        self._started = 0  # batches that Composer has started to train on
+        self._is_restored = False
+        self._is_callback = False  # whether Composer has called `fit_start`
         self._batches = _SizedBatches(loader, batch_size, trained=lambda: self._started)
         self.spec = _data_spec(self._batches, shared, batch_transforms=self._start_step)
 
     def _start_step(self, batch: Any) -> Any:
-        """Count the batch that Composer is about to train on.
+        """Count and return the batch that Composer is about to train on.
 
-        Raises `SavableError` if it has skipped others.
+        Raises `SavableError` if Composer has skipped others.
         """
-        if not self._called:
+        if not self._is_callback:
             raise SavableError(
                 "this SavableData is no callback of the trainer. Pass Trainer(train_dataloader=data.spec, "
                 "callbacks=[data], ...)."
@@ -88,15 +90,15 @@ class SavableData(Callback):  # type: ignore[misc]
         """
         if state.tp_config is not None:
             check_peers(self._loader, dist.get_world_size(), {"tp": state.tp_config.device_mesh.size()}, "mesh")
-        if int(state.timestamp.batch) and not (self._restored or self._started):
+        if int(state.timestamp.batch) and not (self._is_restored or self._started):
             raise StateError(
                 "the checkpoint has no state of the data. Resume from one that was saved with SavableData among "
                 "the callbacks."
             )
         state.dataset_resumption["train"] = True
-        if self._restored and not self._started and int(state.timestamp.batch_in_epoch):
+        if self._is_restored and not self._started and int(state.timestamp.batch_in_epoch):
             self._batches.end_epoch_if_over()
-        self._called = True
+        self._is_callback = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data. Collective: Composer calls it on every rank."""
@@ -109,7 +111,7 @@ class SavableData(Callback):  # type: ignore[misc]
             state: The result of `state_dict`.
         """
         self._batches.load_state_dict(state)
-        self._restored = True
+        self._is_restored = True
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop the workers. Composer calls this when the trainer is closed.
@@ -148,13 +150,13 @@ def eval_data(loader: SavableLoader, *, batch_size: int, shared: Iterable[str] =
         data.get_num_samples_in_batch({"id": torch.arange(4)})  # 4
         ```
     """
-    restarting(loader)
+    check_restarting(loader)
     return _data_spec(_SizedBatches(loader, batch_size), shared)
 
 
-def _data_spec(batches: TrainerLoader, shared: Iterable[str], **more: Any) -> DataSpec:
+def _data_spec(batches: TrainerLoader, shared: Iterable[str], **options: Any) -> DataSpec:
     split_batch = partial(micro_batches, shared=tuple(shared))
-    return DataSpec(batches, split_batch=split_batch, get_num_samples_in_batch=rows, **more)
+    return DataSpec(batches, split_batch=split_batch, get_num_samples_in_batch=rows, **options)
 
 
 class _SizedBatches(TrainerLoader):
@@ -171,8 +173,8 @@ class _SizedBatches(TrainerLoader):
         Composer is then still at the end of the previous epoch.
         """
         slot, epoch_slots = self._run.position.slot, self._run.settings.epoch_slots
-        self._is_epoch_over = not (slot % epoch_slots if epoch_slots else slot)
+        self._is_epoch_over = slot == 0 or (epoch_slots is not None and slot % epoch_slots == 0)
 
     def __iter__(self) -> Iterator[Any]:
-        finished, self._is_epoch_over = self._is_epoch_over, False
-        return iter(()) if finished else super().__iter__()
+        is_over, self._is_epoch_over = self._is_epoch_over, False
+        return iter(()) if is_over else super().__iter__()

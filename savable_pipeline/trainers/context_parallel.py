@@ -53,10 +53,12 @@ def context_index(batch: Mapping[str, Any], rank: int, size: int) -> torch.Tenso
             f"multiple={2 * size} in the encoder, and such a max_length."
         )
     own_lengths = lengths // size  # of this rank's part of each document
+    # the document of each of this rank's tokens, and the position of the token in this rank's part of that document
     document = torch.arange(len(lengths), device=tokens.device).repeat_interleave(own_lengths)
     position = torch.arange(len(document), device=tokens.device) - (borders[:-1] // size)[document]
     piece_length = (lengths // (2 * size))[document]
-    # the first half of a rank's tokens is piece `rank` of the document, the second half is piece 2 · size - 1 - `rank`
+    # The first half of a rank's tokens is piece `rank` of the document. The second half is piece 2 · size - 1 - `rank`,
+    # so 2 · size - 2 - `rank` pieces further, because `position` already counts the first half.
     is_second_half = position >= piece_length
     return borders[document] + position + piece_length * torch.where(is_second_half, 2 * size - 2 - rank, rank)
 
@@ -89,11 +91,11 @@ def cut_context(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     index = context_index(batch, rank, size)
     rows, length = batch["tokens"].shape
 
-    def cut(value: Any) -> Any:
+    def own_part(value: Any) -> Any:
         return value.flatten(0, 1)[index].unflatten(0, (rows, length // size)) if _is_per_token(value, batch) else value
 
-    lengths = {name: batch[name] // size for name in ("cu_seqlens", "max_seqlen") if name in batch}
-    return {name: cut(value) for name, value in batch.items()} | lengths
+    own_lengths = {name: batch[name] // size for name in ("cu_seqlens", "max_seqlen") if name in batch}
+    return {name: own_part(value) for name, value in batch.items()} | own_lengths
 
 
 def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -120,11 +122,12 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         raise ValueError("join_context needs the parts of all ranks of one batch, in the order of the ranks")
     size, first = len(parts), parts[0]
     rows, length = first["tokens"].shape
-    lengths = {name: first[name] * size for name in ("cu_seqlens", "max_seqlen") if name in first}
-    whole = {"tokens": first["tokens"].new_empty(rows, length * size), **lengths}
-    index = torch.cat([context_index(whole, rank, size) for rank in range(size)])
+    whole_lengths = {name: first[name] * size for name in ("cu_seqlens", "max_seqlen") if name in first}
+    # `context_index` reads the shape of tokens, but not their values
+    layout = {"tokens": first["tokens"].new_empty(rows, length * size), **whole_lengths}
+    index = torch.cat([context_index(layout, rank, size) for rank in range(size)])
 
-    def joined(name: str) -> Any:
+    def join_field(name: str) -> Any:
         """Join a field of all parts in the order of tokens.
 
         Fields that are not per token are equal in all parts.
@@ -136,7 +139,7 @@ def join_context(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         whole_field[index] = torch.cat([part[name].flatten(0, 1) for part in parts])
         return whole_field.unflatten(0, (rows, length * size))
 
-    return {name: joined(name) for name in first} | lengths
+    return {name: join_field(name) for name in first} | whole_lengths
 
 
 def _is_per_token(value: Any, batch: Mapping[str, Any]) -> bool:

@@ -67,60 +67,61 @@ class OnDevice:
         reject_acknowledging(loader)
         self.loader = loader
         self.device = torch.device(device)
-        self._move = _mover(self.device)
+        self._move = _move_function(self.device)
         self._run = run_of(loader)
         self._run.check_not_ahead()
-        self._position = _PositionReference(_Progress(self._run.position))
-        self._run.is_ahead = self._position.has_ahead
-        self._repeat, self._repeats = repeat, list[Any]()  # the last batch, as often as it is still to be yielded
-        self._failed: Exception | None = None  # raised by the loader when the next batch was taken
+        self._progress = _SharedProgress(_Progress(self._run.position))
+        self._run.is_ahead = self._progress.has_ahead
+        self._repeat = repeat
+        self._repeats = list[Any]()  # the last batch, as often as it is still to be yielded
+        self._error: Exception | None = None  # raised by the loader when the next batch was fetched
 
     @property
     def epoch(self) -> int:
         """Epoch of the last batch, as `SavableLoader.epoch`."""
-        return self._run.epoch_of(self._position.current.yielded)
+        return self._run.epoch_of(self._progress.current.yielded)
 
     def __iter__(self) -> OnDevice:
         warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
         self._repeats = []
         if settings_of(self.loader).on_iter == "restart":  # the first iteration after a load continues
-            self._position.current = _Progress(self._position.current.yielded)
-        if not self._position.current.ahead:
-            self._failed = None
-            self._run.undo_fetch(self._position.current.yielded)
+            self._progress.current = _Progress(self._progress.current.yielded)
+        if not self._progress.current.ahead:
+            self._error = None
+            self._run.undo_fetch(self._progress.current.yielded)
             iter(self.loader)
-            self._position.current = _Progress(self._run.position)
+            self._progress.current = _Progress(self._run.position)
         return self
 
     def __next__(self) -> Any:
         if self._repeats:
             return self._repeats.pop()
         self._fetch(1 + _AHEAD)
-        if not self._position.current.ahead:
-            failed, self._failed = self._failed, None
-            assert failed is not None
-            self._position.current = _Progress(self._run.position)
-            raise failed
-        (moved, yielded), *ahead = self._position.current.ahead
-        batch = moved.ready()
+        if not self._progress.current.ahead:
+            error, self._error = self._error, None
+            assert error is not None
+            self._progress.current = _Progress(self._run.position)
+            raise error
+        (first, position), *later = self._progress.current.ahead
+        batch = first.wait()
         self._repeats = [batch] * (self._repeat - 1)
         # This line is the last one, because an interrupt before it must not lose the batch.
-        self._position.current = _Progress(yielded, tuple(ahead))
+        self._progress.current = _Progress(position, tuple(later))
         return batch
 
-    def _fetch(self, number: int) -> None:
-        """Fetch batches until `number` are ahead, or the loader ends or fails."""
-        if self._failed is None:
-            self._run.undo_fetch(self._position.current.last)  # undoes a fetch that was interrupted
-        while len(self._position.current.ahead) < number and self._failed is None:
+    def _fetch(self, count: int) -> None:
+        """Fetch batches until `count` are ahead, or the loader ends or fails."""
+        if self._error is None:
+            self._run.undo_fetch(self._progress.current.last)  # undoes a fetch that was interrupted
+        while len(self._progress.current.ahead) < count and self._error is None:
             try:
                 batch = next(self.loader)
             except Exception as error:
-                self._failed = error
+                self._error = error
                 return
-            self._position.current = self._position.current.with_batch(_Moved(batch, self._move), self._run.position)
-        for moved, _ in self._position.current.ahead:
-            moved.start()
+            self._progress.current = self._progress.current.with_batch(_Transfer(batch, self._move), self._run.position)
+        for transfer, _ in self._progress.current.ahead:
+            transfer.start()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as `len(loader)`, times `repeat`."""
@@ -140,12 +141,12 @@ class OnDevice:
         Args:
             slots: How many slots, of all ranks together.
         """
-        # If the loader has ended, and `next` has not raised StopIteration yet, it still will.
-        failed = self._failed if isinstance(self._failed, StopIteration) and not self._position.current.ahead else None
-        self._run.undo_fetch(self._position.current.yielded)
-        self._position.current, self._failed, self._repeats = _Progress(self._run.position), failed, []
+        # If the loader has ended, and `__next__` has not raised that StopIteration yet, it raises it after the skip.
+        error = self._error if isinstance(self._error, StopIteration) and not self._progress.current.ahead else None
+        self._run.undo_fetch(self._progress.current.yielded)
+        self._progress.current, self._error, self._repeats = _Progress(self._run.position), error, []
         self.loader.skip(slots)
-        self._position.current = _Progress(self._run.position)
+        self._progress.current = _Progress(self._run.position)
 
     def trace(self, *, lag: int = 0) -> Trace:
         """Return the samples of the last batch, as `SavableLoader.trace`.
@@ -153,7 +154,7 @@ class OnDevice:
         Args:
             lag: How many batches before that one. 0 (default) is the last batch.
         """
-        return self.loader.trace(lag=lag + len(self._position.current.ahead))
+        return self.loader.trace(lag=lag + len(self._progress.current.ahead))
 
     def close(self) -> None:
         """Stop the workers, as `loader.close()`.
@@ -174,7 +175,7 @@ class OnDevice:
         Args:
             lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_dict(lag, at=self._position.current.yielded)
+        return self._run.state_dict(lag, at=self._progress.current.yielded)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `SavableLoader.load_state_dict`.
@@ -186,7 +187,7 @@ class OnDevice:
             allow: Names of fields that may differ from the saved ones.
         """
         self._run.load_state_dict(state, allow)
-        self._position.current, self._failed, self._repeats = _Progress(self._run.position), None, []
+        self._progress.current, self._error, self._repeats = _Progress(self._run.position), None, []
 
     def save_state(self) -> dict[str, Any]:
         """Return `state_dict()`."""
@@ -207,27 +208,31 @@ class OnDevice:
             group: The process group of the data-parallel ranks. None (default): that of the loader.
             lag: As for `state_dict`.
         """
-        return self._run.global_state(group, position=self._position.current.yielded, lag=lag)
+        return self._run.global_state(group, position=self._progress.current.yielded, lag=lag)
 
 
 class _Progress(NamedTuple):
-    """Position of the trainer, in one value that an interrupt cannot split."""
+    """Batches yielded and ahead, in one value that an interrupt cannot split."""
 
     yielded: Position  # position of the loader after the last batch yielded
-    ahead: tuple[tuple[_Moved, Position], ...] = ()  # batches not yielded yet, with the loader's position after each
+    # the batches that are not yielded yet, with the loader's position after each
+    ahead: tuple[tuple[_Transfer, Position], ...] = ()
 
     @property
     def last(self) -> Position:
         """Position of the loader after the last batch that is yielded or ahead."""
         return self.ahead[-1][1] if self.ahead else self.yielded
 
-    def with_batch(self, moved: _Moved, after: Position) -> _Progress:
-        """Return this position with one more batch ahead."""
-        return self._replace(ahead=(*self.ahead, (moved, after)))
+    def with_batch(self, transfer: _Transfer, after: Position) -> _Progress:
+        """Return this progress with one more batch ahead.
+
+        `position` is the loader's position after this batch.
+        """
+        return self._replace(ahead=(*self.ahead, (transfer, after)))
 
 
-class _PositionReference:
-    """Position that the loader's run can read without a reference to the `OnDevice`."""
+class _SharedProgress:
+    """Progress that the loader's run can read without a reference to the `OnDevice`."""
 
     def __init__(self, current: _Progress) -> None:
         self.current = current
@@ -237,31 +242,31 @@ class _PositionReference:
         return bool(self.current.ahead)
 
 
-class _Moved:
-    """Batch on its way to the device.
+class _Transfer:
+    """Transfer of a batch to the device.
 
-    It is unchanged until its move has started, so a move that fails can be retried.
+    An object whose move could not be started is unchanged, so `start` can be called again.
     """
 
     def __init__(self, batch: Any, move: Callable[[Any], Callable[[], Any]]) -> None:
         self._batch = batch
         self._move: Callable[[Any], Callable[[], Any]] | None = move
-        self._ready: Callable[[], Any] | None = None
+        self._wait: Callable[[], Any] | None = None  # returns the moved batch
 
     def start(self) -> None:
-        """Start to move the batch, unless that was started before."""
+        """Start to move the batch, unless the move has started already."""
         if self._move is not None:
-            self._ready = self._move(self._batch)
+            self._wait = self._move(self._batch)
             self._batch = self._move = None
 
-    def ready(self) -> Any:
+    def wait(self) -> Any:
         """Return the batch on the device, and wait for it if needed."""
         self.start()
-        assert self._ready is not None
-        return self._ready()
+        assert self._wait is not None
+        return self._wait()
 
 
-def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
+def _move_function(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
     """Return the function that starts moving a batch to a device.
 
     That function returns one that waits for the moved batch.
@@ -275,11 +280,12 @@ def _mover(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
                 "Check the driver and CUDA_VISIBLE_DEVICES, or take OnDevice(loader, 'cpu')"
             )
         return _CudaCopies(device).start
-    return lambda batch: partial(_identity, tensors_changed(batch, lambda tensor: tensor.to(device)))
 
+    def move(batch: Any) -> Callable[[], Any]:
+        moved = tensors_changed(batch, lambda tensor: tensor.to(device))
+        return lambda: moved
 
-def _identity(batch: Any) -> Any:
-    return batch
+    return move
 
 
 class _CudaCopies:
@@ -297,18 +303,21 @@ class _CudaCopies:
 
         with torch.cuda.stream(self._stream):
             copied = tensors_changed(batch, self._start_copy)
-            return partial(self._ready, copied, self._stream.record_event())
+            return partial(self._after_copies, copied, self._stream.record_event())
 
     def _start_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
-    def _ready(self, batch: Any, done: torch.cuda.Event) -> Any:
-        """Return the copy, for which the current stream waits. Its memory stays while that stream uses it."""
+    def _after_copies(self, batch: Any, copied: torch.cuda.Event) -> Any:
+        """Make the current stream wait for the event `copied`, and return the copied batch.
+
+        Torch does not reuse the memory of the copies before that stream has used them.
+        """
         import torch
 
         current = torch.cuda.current_stream(self._device)
-        current.wait_event(done)
+        current.wait_event(copied)
 
         def record_use(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(current)

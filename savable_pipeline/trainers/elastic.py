@@ -106,7 +106,10 @@ def complete_state(
 def _advance_lanes(
     loader: SavableLoader, missing: list[int], last: Mapping[str, Any], state: Mapping[str, Any], facts: RunFacts
 ) -> dict[str, bytes]:
-    """Return the packed states of these lanes at the slot of `state`, by name."""
+    """Return the packed states of the `missing` lanes at the slot of `state`, by name.
+
+    Each lane advances from its state in `last`, the earlier state of all lanes.
+    """
     if not missing:
         return {}
     pinned = {**run_of(loader).local.pinned, LANE_COUNT: str(last["lanes"]).encode()}
@@ -120,16 +123,17 @@ def _advance_lanes(
 
 
 def _advance(local: LocalLanes, lane: int, last: Mapping[str, Any], epoch: int, slot: int) -> bytes:
-    """Return the packed state of a lane at a slot.
+    """Return the packed state of a lane at a slot of an epoch.
 
-    The lane advances from its last state, or from the start of the epoch if that state is of an earlier epoch.
+    The lane advances from its state in `last`, or from the start of the epoch if `last` is of an earlier epoch.
     """
     lanes = last["lanes"]
-    batches, raw = 0, fresh_lane(lane, epoch, local.runner.facts)
+    batches_done = 0
+    packed = fresh_lane(lane, epoch, local.runner.facts)
     if last["epoch"] == epoch:
-        batches = batches_before(last["slot"], lane, lanes)
-        raw = last[lane_name(lane)]
-    for _ in range(batches, batches_before(slot, lane, lanes)):
-        raw = local.runner.deliver(lane, raw, "skip").state
+        batches_done = batches_before(last["slot"], lane, lanes)
+        packed = last[lane_name(lane)]
+    for _ in range(batches_done, batches_before(slot, lane, lanes)):
+        packed = local.runner.deliver(lane, packed, "skip").state
     local.runner.forget(lane)
-    return raw
+    return packed

@@ -50,7 +50,9 @@ def setup_loader(fabric: Fabric, loader: SavableLoader) -> TrainerLoader:
 
 
 def shared_sizes(strategy: Any) -> dict[str, int]:
-    """Return the size of the dimension whose processes need the same batches, by name.
+    """Return the size, by name, of each mesh dimension that shares batches.
+
+    Processes along such a dimension need the same batches.
 
     Args:
         strategy: A strategy of Fabric or of Lightning's `Trainer`.

@@ -29,7 +29,7 @@ from savable_pipeline.run.loader.position import MAX_LAG
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.run.state.state_dict import JSON_FILE, from_json, to_json
 from savable_pipeline.trainers.model_inputs import check_inputs, has_packs, model_inputs
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, length_of, restarting
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, check_restarting, length_of
 
 __all__ = ["SavableDataMixin", "SavableTrainer", "model_inputs"]
 
@@ -66,7 +66,7 @@ class SavableDataMixin:
         if eval_loader is not None:
             kwargs.setdefault("eval_dataset", eval_loader)
         if train_loader is not None:
-            kwargs = _with_unused_dataset(args, kwargs)
+            kwargs = _with_dummy_dataset(args, kwargs)
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, eval_loader)
         if eval_loader is not None and not (self.label_names or self.can_return_loss):  # type: ignore[attr-defined]
@@ -77,29 +77,29 @@ class SavableDataMixin:
         self._batches: TrainerLoader | None = None
         self._steps_done = 0  # steps of the checkpoint from which `train` resumes
         if train_loader is not None:
-            counter = _Counter(_repeats_per_batch(self.args))
-            # A batch counts as started from its first time on, and as trained on after its last time. Without a length,
-            # gradients of an epoch's last batches are used in the first step of the next epoch (`carries`).
+            counter = _BatchCounter(_repeats_per_batch(self.args))
+            # A batch counts as started from its first repeat on, and as trained on after its last one. If the length is
+            # unknown, gradients of an epoch's last batches are used in the first step of the next epoch (`carries`).
             self._batches = counter.batches = TrainerLoader(
                 self._check_shared(train_loader),
-                trained=lambda: counter.trained // counter.times,
-                begun=lambda: -(-counter.begun // counter.times),
+                trained=lambda: counter.trained // counter.repeats,
+                begun=lambda: math.ceil(counter.begun / counter.repeats),
                 carries=True,
             )
             self._counter = counter
             self.add_callback(counter)  # type: ignore[attr-defined]
-            _warn_of_unused(self.args, self.train_dataset)
+            _warn_of_unused_settings(self.args, self.train_dataset)
 
     def get_train_dataloader(self) -> Any:
         """Return the batches to train on."""
         if self._batches is None:
             return super().get_train_dataloader()  # type: ignore[misc]
-        return self._batches if self._counter.times == 1 else _Repeated(self._batches, self.args)
+        return self._batches if self._counter.repeats == 1 else _Repeated(self._batches, self.args)
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trainer's epochs and steps, with no epoch if the run has ended.
+        """Return the trainer's epochs and steps, with 0 epochs if the run has ended.
 
-        The trainer compares its steps with the last one only after a step.
+        The trainer itself would train for one more step before it noticed.
 
         Args:
             *args: As for the trainer.
@@ -125,7 +125,7 @@ class SavableDataMixin:
         batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self._batches is not None:
             if batches and not self._counter.begun:
-                _check_first(batches[0], self)
+                _check_first_batch(batches[0], self)
             self._counter.begun += len(batches)
         return batches, *rest
 
@@ -148,15 +148,15 @@ class SavableDataMixin:
         return self._evaluation_loader(test_dataset) or super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def _evaluation_loader(self, loader: Any) -> SavableLoader | None:
-        """Return the loader if it is a `SavableLoader`.
+        """Return the loader if it is a `SavableLoader`, else None.
 
-        Raises ValueError if it does not restart at each evaluation.
+        Raises ValueError for a `SavableLoader` that does not restart at each evaluation.
         """
-        found = restarting(self._check_shared(loader))
-        return found if isinstance(found, SavableLoader) else None
+        check_restarting(self._check_shared(loader))
+        return loader if isinstance(loader, SavableLoader) else None
 
     def _check_shared(self, loader: Any) -> Any:
-        """Return the loader. Raises ValueError if processes of the trainer need the same batches, but get others."""
+        """Return the loader. Raises ValueError if processes that need the same batches would get different ones."""
         sizes = {name: getattr(self, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
         mesh = f"args.parallelism_config.get_device_mesh({self.args.device.type!r})"
         return check_peers(loader, self.accelerator.num_processes, sizes, mesh)  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class SavableDataMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the state of the data, and then the model.
 
-        So each checkpoint that has a model also has the state.
+        In this order, each checkpoint that has a model also has the state.
 
         Args:
             output_dir: The folder of the checkpoint.
@@ -179,10 +179,11 @@ class SavableDataMixin:
                 raise
             if self.args.should_save:
                 start_checkpoint(Path(output_dir), state)
-        with _model_names(self.model if _internal_call else None):  # type: ignore[attr-defined]
+        with _loadable_weight_names(self.model if _internal_call else None):  # type: ignore[attr-defined]
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise StateError if a checkpoint has weights under other names. The trainer calls this after loading."""
         missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
         if missing and unexpected:
             raise StateError(
@@ -207,15 +208,15 @@ class SavableDataMixin:
         checkpoint = resume_from_checkpoint
         max_steps = self.args.max_steps
         if not checkpoint and self._batches is not None:
-            _warn_of_unloaded(Path(self.args.output_dir))
+            _warn_of_ignored_checkpoint(Path(self.args.output_dir))
         if checkpoint and self._batches is not None:
             folder = newest_whole(Path(self.args.output_dir)) if checkpoint is True else Path(checkpoint)
             if folder is not None:
                 self._batches.load_state_dict(read_state(folder))
                 saved = json.loads((folder / TRAINER_STATE_NAME).read_bytes())
                 self._steps_done = saved["global_step"]
-                self.args.max_steps = _last_step(self.args, self._batches, self._counter.times, saved)
-                _warn_of_forgotten(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
+                self.args.max_steps = _last_step(self.args, self._batches, self._counter.repeats, saved)
+                _warn_of_missing_state(self.args, self.callback_handler.callbacks)  # type: ignore[attr-defined]
                 checkpoint = str(folder)
         try:
             return super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -242,10 +243,10 @@ class SavableTrainer(SavableDataMixin, Trainer):  # type: ignore[misc]
 
 
 class _Repeated:
-    """Batches of prompts, each as many times in a row as TRL's GRPO requests it.
+    """Batches of prompts, each yielded as many times in a row as TRL's GRPO requests it.
 
-    GRPO generates completions from the first one. Each time, it trains on the next slice of them, and `num_iterations`
-    times on each slice.
+    GRPO generates completions when it first gets a batch. At each repeat it trains on the next slice of them, and
+    `num_iterations` times on each slice.
     """
 
     def __init__(self, batches: TrainerLoader, args: Any) -> None:
@@ -267,30 +268,30 @@ class _Repeated:
         return self._repeats * len(self._batches)
 
 
-class _Counter(TrainerCallback):  # type: ignore[misc]
+class _BatchCounter(TrainerCallback):  # type: ignore[misc]
     """Counts the batches that the optimizer has stepped on, and detects skipped batches at each step.
 
-    If the trainer takes each batch `times` times, each time counts.
+    If the trainer takes each batch `repeats` times, each time counts.
     """
 
     batches: TrainerLoader
 
-    def __init__(self, times: int) -> None:
-        self.times = times
-        self.begun = 0
-        self.trained = 0
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.begun = 0  # batches that the trainer has fetched for a step
+        self.trained = 0  # those that the optimizer has stepped on
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _check_accumulation(args, self.batches, self.times)
+        _check_accumulation(args, self.batches, self.repeats)
         self.batches.rewind()  # the batches of an interrupted step, whose gradients are lost
-        self.begun = self.trained = self.trained // self.times * self.times
+        self.begun = self.trained = self.trained // self.repeats * self.repeats  # whole batches
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trained = self.begun
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not (control.should_epoch_stop or control.should_training_stop):
-            _check_steps(self.begun - self.trained, args.gradient_accumulation_steps)
+            _check_epoch_has_step(self.begun - self.trained, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.batches.check()
@@ -306,11 +307,11 @@ def _check_arguments(args: Any, eval_loader: Any) -> None:
         raise ValueError("enable_jit_checkpoint=True would repeat batches with DeepSpeed. Use save_steps instead.")
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True is not supported. Set the batch size in the pipeline.")
-    restarting(eval_loader)
+    check_restarting(eval_loader)
 
 
 @contextmanager
-def _model_names(model: Any) -> Iterator[None]:
+def _loadable_weight_names(model: Any) -> Iterator[None]:
     """Save weights under the names that the trainer needs to load them.
 
     By default, `save_pretrained` uses the names of a model's first release, as for Qwen2.5-VL and LLaVA. On a resume,
@@ -319,38 +320,38 @@ def _model_names(model: Any) -> Iterator[None]:
     if not isinstance(model, PreTrainedModel):
         yield
         return
-    own = vars(model).get("save_pretrained")  # an attribute of the object, not of its class
+    replaced = vars(model).get("save_pretrained")  # None unless the object itself has this attribute
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     try:
         yield
     finally:
         del model.save_pretrained
-        if own is not None:
-            model.save_pretrained = own
+        if replaced is not None:
+            model.save_pretrained = replaced
 
 
-def _with_unused_dataset(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_dummy_dataset(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, with a dummy dataset for TRL's `SFTTrainer`.
 
-    It requires a dataset, and must not prepare it. Raises ValueError if it would pack by itself.
+    `SFTTrainer` requires a dataset, and must not prepare it. Raises ValueError if its settings ask it to pack.
     """
-    settings = next((each for each in (*args, *kwargs.values()) if hasattr(each, "dataset_kwargs")), None)
-    if settings is None:
+    config = next((value for value in (*args, *kwargs.values()) if hasattr(value, "dataset_kwargs")), None)
+    if config is None:  # the trainer is not TRL's
         return kwargs
-    if settings.packing or settings.padding_free:
+    if config.packing or config.padding_free:
         raise ValueError(
             "packing and padding_free of SFTConfig are not supported. Use .pack(max_length=...) in the pipeline."
         )
     from datasets import Dataset
 
-    settings.dataset_kwargs = {**(settings.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    unused = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    config.dataset_kwargs = {**(config.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    dummy = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
     # Without a collator, the trainer looks for columns of a dataset.
-    return {"train_dataset": unused, "data_collator": list, **kwargs}
+    return {"train_dataset": dummy, "data_collator": list, **kwargs}
 
 
-def _check_first(batch: Any, trainer: Any) -> None:
-    """Raise ValueError if the trainer would train on other data than the batch."""
+def _check_first_batch(batch: Any, trainer: Any) -> None:
+    """Raise ValueError if the model would misread the first batch, or mix the documents of its packs."""
     check_inputs(batch, trainer.model)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.cp_enabled and has_packs(batch):
@@ -358,16 +359,16 @@ def _check_first(batch: Any, trainer: Any) -> None:
 
 
 def _repeats_per_batch(args: Any) -> int:
-    """Return how many times the trainer takes each batch: 1, but more for TRL's GRPO.
+    """Return how many times in a row the trainer takes each batch.
 
-    The same holds for other trainers with these settings.
+    This is 1, except for trainers with these settings, such as TRL's GRPO.
     """
     return (getattr(args, "steps_per_generation", None) or 1) * (getattr(args, "num_iterations", None) or 1)
 
 
-def _warn_of_unused(args: Any, dataset: Any) -> None:
+def _warn_of_unused_settings(args: Any, dataset: Any) -> None:
     """Warn of batch settings that have no effect on the batches of a loader."""
-    names = _SFT_SETTINGS if hasattr(args, "completion_only_loss") else ()  # only TRL's SFTConfig has this attribute
+    names = _SFT_SETTINGS if hasattr(args, "completion_only_loss") else ()  # an attribute of TRL's SFTConfig alone
     if not hasattr(args, "steps_per_generation"):  # TRL's GRPO cuts a batch into parts of this size
         names = ("per_device_train_batch_size", *names)
     defaults = {field.name: field.default for field in fields(args)}
@@ -378,8 +379,8 @@ def _warn_of_unused(args: Any, dataset: Any) -> None:
         log.warning("ignored: %s. The pipeline defines the batches.", ", ".join(unused))
 
 
-def _warn_of_unloaded(output_dir: Path) -> None:
-    """Warn if there are checkpoints with a state of the data, but none is loaded."""
+def _warn_of_ignored_checkpoint(output_dir: Path) -> None:
+    """Warn that the run loads none of the checkpoints in its folder that have a state of the data, if there are any."""
     if saved := sorted(output_dir.glob(f"checkpoint-*/{JSON_FILE}")):
         log.warning(
             "%s has %s, but the run starts at the first batch. Call train(resume_from_checkpoint=True), or use "
@@ -389,8 +390,8 @@ def _warn_of_unloaded(output_dir: Path) -> None:
         )
 
 
-def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
-    """Warn of state that a checkpoint lacks or that is restored only on request."""
+def _warn_of_missing_state(args: Any, callbacks: list[Any]) -> None:
+    """Warn of state that checkpoints lack, or that the trainer restores only on request."""
     if args.save_only_model:
         log.warning(
             "save_only_model=True drops the optimizer, so losses differ after a resume. Remove it to resume exactly."
@@ -404,52 +405,52 @@ def _warn_of_forgotten(args: Any, callbacks: list[Any]) -> None:
         )
 
 
-def _check_accumulation(args: Any, batches: TrainerLoader, times: int) -> None:
-    """Raise ValueError if resumed runs would accumulate gradients over an epoch's end.
+def _check_accumulation(args: Any, batches: TrainerLoader, repeats: int) -> None:
+    """Raise ValueError if a resumed run would accumulate gradients over an epoch's end.
 
-    An uninterrupted run would not, so the two would differ.
+    An uninterrupted run does not, so the two would differ.
     """
-    steps = args.gradient_accumulation_steps
-    if steps > MAX_LAG * times:
+    accumulated = args.gradient_accumulation_steps
+    if accumulated > MAX_LAG * repeats:
         raise ValueError(
-            f"gradient_accumulation_steps={steps} exceeds the limit of {MAX_LAG}. Use fewer, larger batches."
+            f"gradient_accumulation_steps={accumulated} exceeds the limit of {MAX_LAG}. Use fewer, larger batches."
         )
-    length = times * (length_of(batches) or 0)
-    in_mid_epoch = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
-    if length and length % steps and in_mid_epoch:
+    length = repeats * (length_of(batches) or 0)
+    saves_within_epochs = args.save_strategy not in ("no", "epoch") or getattr(args, "enable_jit_checkpoint", False)
+    if length and length % accumulated and saves_within_epochs:
         raise ValueError(
-            f"gradient_accumulation_steps={steps} does not divide the {length} batches of an epoch. Change it, or "
-            "use epochs=None with max_steps, or save_strategy='epoch' without enable_jit_checkpoint."
+            f"gradient_accumulation_steps={accumulated} does not divide the {length} batches of an epoch. Change it, "
+            "or use epochs=None with max_steps, or save_strategy='epoch' without enable_jit_checkpoint."
         )
 
 
-def _check_steps(waiting: int, steps: int) -> None:
+def _check_epoch_has_step(waiting: int, accumulated: int) -> None:
     """Raise ValueError if an epoch has too few batches for a step.
 
-    `waiting` batches are pending at its end.
+    At its end, `waiting` batches are not stepped on yet. A step takes `accumulated` batches.
     """
-    if waiting >= steps:
+    if waiting >= accumulated:
         raise ValueError(
-            f"the optimizer never takes the last {waiting} batches, because gradient_accumulation_steps={steps} "
+            f"the optimizer never takes the last {waiting} batches, because gradient_accumulation_steps={accumulated} "
             "exceeds an epoch. Lower it, or use epochs=None."
         )
 
 
-def _last_step(args: Any, batches: TrainerLoader, times: int, saved: dict[str, Any]) -> int:
-    """Return `max_steps` for `num_train_epochs`, if the number of ranks has changed.
+def _last_step(args: Any, batches: TrainerLoader, repeats: int, saved: dict[str, Any]) -> int:
+    """Return the `max_steps` at which `num_train_epochs` end, also if the number of ranks has changed.
 
-    The trainer counts all steps as steps of its own number of ranks. Example: 3 epochs of 18 slots, started by one
-    rank, are 8 steps of one slot and 23 of two, so 31 steps, but the trainer would stop at 27. On the same number of
+    The trainer assumes that all steps had its own number of ranks. Example: 3 epochs of 18 slots, of which one rank
+    did 8, are 8 steps of one slot and 23 of two, so 31 steps, but the trainer would stop at 27. On the same number of
     ranks as before, the result is `args.max_steps`. `saved` is the trainer's saved state.
     """
     taken = batches.yielded_of_epoch if args.max_steps <= 0 else None
     if taken is None:
         return int(args.max_steps)
-    epoch_steps = math.ceil(times * len(batches) / args.gradient_accumulation_steps)
+    epoch_steps = math.ceil(repeats * len(batches) / args.gradient_accumulation_steps)
     all_steps = math.ceil(args.num_train_epochs * epoch_steps)
-    if saved["max_steps"] == all_steps and times == 1:
+    if saved["max_steps"] == all_steps and repeats == 1:
         return int(args.max_steps)
-    done_steps = batches.epoch * epoch_steps + math.ceil(times * taken / args.gradient_accumulation_steps)
+    done_steps = batches.epoch * epoch_steps + math.ceil(repeats * taken / args.gradient_accumulation_steps)
     last: int = saved["global_step"] + all_steps - done_steps
     if last != all_steps:
         log.warning(

@@ -34,7 +34,7 @@ from savable_pipeline.errors import StateError
 from savable_pipeline.run.loader.position import MAX_LAG, Position
 from savable_pipeline.run.loader.savable_loader import SavableLoader
 from savable_pipeline.trainers.fabric import shared_sizes
-from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, each, length_of, restarting
+from savable_pipeline.trainers.trainer_loader import TrainerLoader, check_peers, check_restarting, length_of, loaders_in
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
         self._checkpoints = _Checkpoints(self, partial(self._loaders, "train"))  # picklable, for `ddp_spawn`
 
     def _loaders(self, name: str) -> Any:
-        """Return the result of the function of this name, or [] if there is none."""
+        """Return the loaders that the function of this name ("train", "val", …) creates, or [] without one."""
         if name not in self._created:
             make = self._makers[name]
             loaders = [] if make is None else make()
@@ -104,7 +104,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
             stage: The trainer's next task: "fit", "validate", "test" or "predict".
         """
         if stage == "fit":
-            self._checkpoints.begin(self.trainer)
+            self._checkpoints.join_fit(self.trainer)
 
     def train_dataloader(self) -> _Batches:
         """Return the batches to train on, whose state the trainer's checkpoints save."""
@@ -112,15 +112,15 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
 
     def val_dataloader(self) -> Any:
         """Return the loaders to validate on."""
-        return restarting(self._loaders("val"))
+        return check_restarting(self._loaders("val"))
 
     def test_dataloader(self) -> Any:
         """Return the loaders to test on."""
-        return restarting(self._loaders("test"))
+        return check_restarting(self._loaders("test"))
 
     def predict_dataloader(self) -> Any:
         """Return the loaders to predict for."""
-        return restarting(self._loaders("predict"))
+        return check_restarting(self._loaders("predict"))
 
     def teardown(self, stage: str) -> None:
         """Stop the workers.
@@ -129,7 +129,7 @@ class SavableDataModule(LightningDataModule):  # type: ignore[misc]
             stage: The task that the trainer has finished: "fit", "validate", "test" or "predict".
         """
         for loaders in self._created.values():
-            for loader in each(loaders):
+            for loader in loaders_in(loaders):
                 loader.close()
 
 
@@ -146,9 +146,9 @@ class _Batches(TrainerLoader):
         super().__init__(loader, trained=lambda: step.trained, begun=lambda: step.begun, most_ahead=ahead)
         self._epoch_counts = trainer.fit_loop.epoch_loop.batch_progress.current
         limit = trainer.limit_train_batches
-        self._whole_epochs = isinstance(limit, float) and limit == 1  # the int 1 would mean one batch
-        self._is_taking = False
-        self.delayed_signals = DelayedSignals(lambda: self._is_taking or step.in_training)
+        self._has_whole_epochs = isinstance(limit, float) and limit == 1  # the int 1 would mean one batch
+        self._is_fetching = False
+        self.delayed_signals = DelayedSignals(lambda: self._is_fetching or step.in_training)
 
     def _begin(self, begun: int) -> None:
         # with `overfit_batches`, an option for debugging, each epoch repeats the first batches
@@ -161,18 +161,18 @@ class _Batches(TrainerLoader):
 
     def _next(self) -> Any:
         self.step.update()
-        self._is_taking = True
+        self._is_fetching = True
         try:
             try:
                 return super()._next()
             except StopIteration:
-                if self._whole_epochs:
+                if self._has_whole_epochs:
                     raise
             iter(self._loader)  # an epoch of Lightning may span two of the loader, with `limit_train_batches`
             self._record_position()
             return super()._next()
         finally:
-            self._is_taking = False
+            self._is_fetching = False
             if not self.step.in_training:
                 self.delayed_signals.run()
 
@@ -180,7 +180,7 @@ class _Batches(TrainerLoader):
         return super().__iter__()  # `TrainerLoader` rejects calls by Lightning, but not by this class
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict()  # as above
+        return super().state_dict()  # overridden for the same reason as `__iter__`
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state.
@@ -189,7 +189,7 @@ class _Batches(TrainerLoader):
         """
         super().load_state_dict(state)
         yielded, counts = self.yielded_of_epoch, self._epoch_counts
-        if yielded is None or not self._whole_epochs or not counts.ready:
+        if yielded is None or not self._has_whole_epochs or not counts.ready:
             return
         uncounted = (yielded or len(self)) - counts.ready  # a checkpoint at an epoch's end has all of its batches
         for name in _COUNTS:
@@ -197,20 +197,17 @@ class _Batches(TrainerLoader):
 
 
 class _Checkpoints(Callback):  # type: ignore[misc]
-    """Callback that saves and loads the state in a trainer's checkpoints.
-
-    It works at any moment of a step.
-    """
+    """Callback that saves and loads the state in a trainer's checkpoints, at any moment of a step."""
 
     def __init__(self, data: SavableDataModule, make: Callable[[], SavableLoader]) -> None:
         self._data = data
         self._make = make
         self._batches: _Batches | None = None
         self._state: Mapping[str, Any] | None = None  # from the checkpoint that a trainer resumes from
-        self._steps_at_start = -1  # how many steps the trainer had done when its optimizer last started one
+        self._steps_at_start = -1  # `trainer.global_step` when the optimizer last started a step
 
-    def begin(self, trainer: Any) -> None:
-        """Join a `fit`."""
+    def join_fit(self, trainer: Any) -> None:
+        """Add this callback to a trainer that starts a `fit`."""
         self._state = None
         if self not in trainer.callbacks:
             trainer.callbacks.append(self)
@@ -244,7 +241,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
         batches, loop = self.batches(trainer), checkpoint["loops"]["fit_loop"]
         if "combined_loader" not in loop["state_dict"]:  # Lightning has not asked for a loader yet
             loop["state_dict"]["combined_loader"] = [batches.state_dict()]
-        batches.step.put_back(loop["epoch_loop.batch_progress"])
+        batches.step.rewind_counts(loop["epoch_loop.batch_progress"])
         if batches.step.in_training and self._steps_at_start == trainer.global_step:
             log.warning(
                 "this checkpoint is saved during an optimizer step, after %d steps, so batches of the next step "
@@ -288,25 +285,26 @@ def _check_untrained(trainer: Any) -> None:
 def _most_ahead(trainer: Any, batches: Any) -> int:
     """Return how many batches the trainer fetches ahead of the one that it trains on."""
     takes_iterator = "dataloader_iter" in signature(trainer.lightning_module.training_step).parameters
-    limited = isinstance(trainer.limit_train_batches, int)
-    return 0 if (limited or length_of(batches) is not None) and not takes_iterator else _AHEAD
+    knows_length = isinstance(trainer.limit_train_batches, int) or length_of(batches) is not None
+    return 0 if knows_length and not takes_iterator else _AHEAD
 
 
 def _check_accumulation(trainer: Any, ahead: int) -> None:
     """Raise ValueError if a step of the optimizer has more batches than can be undone."""
-    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
-    steps = max([trainer.accumulate_grad_batches, *(n for each in schedulers for n in each.scheduling.values())])
-    if steps + ahead > MAX_LAG:
+    schedulers = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    scheduled = [batches for scheduler in schedulers for batches in scheduler.scheduling.values()]
+    accumulated = max([trainer.accumulate_grad_batches, *scheduled])
+    if accumulated + ahead > MAX_LAG:
         raise ValueError(
-            f"accumulate_grad_batches={steps} with {ahead} batches fetched ahead exceeds the limit of {MAX_LAG}. "
+            f"accumulate_grad_batches={accumulated} with {ahead} batches fetched ahead exceeds the limit of {MAX_LAG}. "
             "Use fewer, larger batches."
         )
 
 
 class Step:
-    """Counts batches that were started and batches that the optimizer stepped on.
+    """Numbers of batches that were started, and that the optimizer has stepped on.
 
-    Both are counted over all epochs, as the trainer's `total.ready`.
+    Both are counted over all epochs, as in the trainer's `total.ready`.
 
     Args:
         trainer: A `lightning.pytorch.Trainer` in its `fit`.
@@ -316,7 +314,7 @@ class Step:
         self._trainer = trainer
         self._counts = trainer.fit_loop.epoch_loop.batch_progress
         self._steps = trainer.global_step
-        self._stepped_at = self.begun
+        self._begun_at_step = self.begun
 
     @property
     def begun(self) -> int:
@@ -334,7 +332,7 @@ class Step:
         Call it between a step and the next batch.
         """
         if self._steps != self._trainer.global_step:
-            self._steps, self._stepped_at = self._trainer.global_step, self.begun
+            self._steps, self._begun_at_step = self._trainer.global_step, self.begun
 
     @property
     def trained(self) -> int:
@@ -344,13 +342,15 @@ class Step:
         """
         self.update()
         counts, begun = self._counts.current, self.begun
-        if not self._steps_automatically or self._trainer.accumulate_grad_batches == 1:
-            before = begun - int(counts.ready - counts.processed)
-            return max(before, self._stepped_at) if self._steps_automatically else before
-        return max(begun - int(counts.ready), self._stepped_at)
+        processed = begun - int(counts.ready - counts.processed)
+        if not self._is_automatic:
+            return processed
+        # the batches of this epoch count as processed although the optimizer still accumulates their gradients
+        is_accumulating = self._trainer.accumulate_grad_batches != 1
+        return max(begun - int(counts.ready) if is_accumulating else processed, self._begun_at_step)
 
     @property
-    def _steps_automatically(self) -> bool:
+    def _is_automatic(self) -> bool:
         """Return whether Lightning steps the optimizer.
 
         Otherwise the model does, and decides when a batch is processed.
@@ -358,7 +358,7 @@ class Step:
         module = self._trainer.lightning_module
         return module is None or bool(module.automatic_optimization)
 
-    def put_back(self, counts: dict[str, Any]) -> None:
+    def rewind_counts(self, counts: dict[str, Any]) -> None:
         """Change Lightning's saved counts to those after the batch trained on last.
 
         Args:
@@ -383,7 +383,7 @@ class DelayedSignals:
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy
-        self._waiting: list[Callable[[], Any]] = []
+        self._waiting: list[Callable[[], Any]] = []  # the delayed calls of handlers
 
     def wrap(self, library: str) -> None:
         """Delay the signal handlers that a library has set.
@@ -395,16 +395,16 @@ class DelayedSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in signal.valid_signals() - {signal.SIGTERM}:
-            handler = signal.getsignal(number)
+        for signal_number in signal.valid_signals() - {signal.SIGTERM}:
+            handler = signal.getsignal(signal_number)
             if callable(handler) and type(handler).__module__.startswith(f"{library}."):
-                signal.signal(number, self._delayed(handler))
+                signal.signal(signal_number, self._delayed(handler))
 
     def _delayed(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
         """Wrap a signal handler, so that it runs between batches."""
 
-        def delay(number: int, frame: FrameType | None) -> None:
-            self._waiting.append(lambda: handler(number, frame))
+        def delay(signal_number: int, frame: FrameType | None) -> None:
+            self._waiting.append(lambda: handler(signal_number, frame))
             if not self._busy():
                 self.run()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-_IGNORED = -100
+_IGNORED_LABEL = -100
 
 
 def loss_scale(batches: Iterable[Mapping[str, Any]], *, group: ProcessGroup | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ def loss_scale(batches: Iterable[Mapping[str, Any]], *, group: ProcessGroup | No
     import torch
     import torch.distributed as dist
 
-    targets = torch.stack([(batch["labels"] != _IGNORED).sum() for batch in batches]).sum()
+    targets = torch.stack([(batch["labels"] != _IGNORED_LABEL).sum() for batch in batches]).sum()
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size(group)

@@ -57,12 +57,13 @@ def rows(batch: Any) -> int:
         return len(batch)
     if "tokens" in batch:
         return len(batch["tokens"])
-    special = {"max_seqlen", "cu_seqlens", *_PATCHES, *(name for name, by in _BY_COUNTS.items() if by in batch)}
-    special |= set(_SAMPLES if "sample_rows" in batch else ())
+    not_by_row = {"max_seqlen", "cu_seqlens", *_PATCHES}  # fields that do not have one element per row
+    not_by_row |= {name for name, counts in _BY_COUNTS.items() if counts in batch}
+    not_by_row |= set(_SAMPLES if "sample_rows" in batch else ())
     sizes = {
         name: len(value)
         for name, value in batch.items()
-        if name not in special and isinstance(value, torch.Tensor) and value.ndim
+        if name not in not_by_row and isinstance(value, torch.Tensor) and value.ndim
     }
     if len(set(sizes.values())) != 1:
         shown = ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "no field is a tensor with rows"
@@ -99,10 +100,10 @@ def split(batch: Mapping[str, Any], n: int, *, shared: Iterable[str] = ()) -> li
         >>> [(part["cu_seqlens"].tolist(), part["max_seqlen"]) for part in split(batch, 2)]
         [([0, 3, 4], 3), ([0, 4], 4)]
     """
-    whole = rows(batch)
-    if not 1 <= n <= whole:
-        raise ValueError(f"n must be 1 to {whole}, the rows of the batch, not {n}")
-    size, remainder = divmod(whole, n)
+    all_rows = rows(batch)
+    if not 1 <= n <= all_rows:
+        raise ValueError(f"n must be 1 to {all_rows}, the rows of the batch, not {n}")
+    size, remainder = divmod(all_rows, n)
     return _split_at(batch, [part * size + min(part, remainder) for part in range(n + 1)], shared)
 
 
@@ -127,49 +128,49 @@ def micro_batches(batch: Mapping[str, Any], size: float, *, shared: Iterable[str
         >>> [len(part["id"]) for part in micro_batches({"id": torch.arange(5)}, 2)]
         [2, 2, 1]
     """
-    whole = rows(batch)
+    all_rows = rows(batch)
     if size < 1 or int(size) != size:
         raise ValueError(f"size must be an int of at least 1, not {size}")
-    return _split_at(batch, [*range(0, whole, int(size)), whole], shared)
+    return _split_at(batch, [*range(0, all_rows, int(size)), all_rows], shared)
 
 
 def _split_at(batch: Mapping[str, Any], borders: Sequence[int], shared: Iterable[str]) -> list[dict[str, Any]]:
-    """Split a batch at these row indices."""
-    whole, whole_fields = rows(batch), set(shared)
-    spans = [_Rows(batch, start, stop, whole) for start, stop in pairwise(borders)]
+    """Split a batch at these row indices, the first of which is 0 and the last the number of rows."""
+    shared_fields = set(shared)
+    parts = [_Rows(batch, start, stop, borders[-1]) for start, stop in pairwise(borders)]
     return [
-        {name: value if name in whole_fields else own.field(name) for name, value in batch.items()} for own in spans
+        {name: value if name in shared_fields else part.field(name) for name, value in batch.items()} for part in parts
     ]
 
 
 class _Rows(NamedTuple):
-    """Rows `start` to `stop - 1` of the `whole` rows of a batch."""
+    """Rows `start` to `stop - 1` of the `all_rows` rows of a batch."""
 
     batch: Mapping[str, Any]
     start: int
     stop: int
-    whole: int
+    all_rows: int
 
     def field(self, name: str) -> Any:
-        """Return what these rows have of a field of the batch."""
+        """Return the elements of a field of the batch that belong to these rows."""
         batch, value = self.batch, self.batch[name]
         if name == "cu_seqlens":
             return _boundaries(value, self._tokens, name)
         if name == "max_seqlen" and "cu_seqlens" in batch:
             return _longest(_boundaries(batch["cu_seqlens"], self._tokens, "cu_seqlens"), value)
         if name in _SAMPLES and "sample_rows" in batch:
-            own = (batch["sample_rows"] >= self.start) & (batch["sample_rows"] < self.stop)
-            return value[own] - self.start if name == "sample_rows" else value[own]
+            is_own = (batch["sample_rows"] >= self.start) & (batch["sample_rows"] < self.stop)
+            return value[is_own] - self.start if name == "sample_rows" else value[is_own]
         if name == "video_patches" and "video_grids" in batch:
             return value[self._patches("video_grids")]
         if name == "patches" and "grids" in batch:
             return value[self._patches("grids")]
         if name in _PATCHES and "grids" in batch:
-            own = _boundaries(batch["patch_cu_seqlens"], self._patches("grids"), "patch_cu_seqlens")
-            return own if name == "patch_cu_seqlens" else _longest(own, value)
+            boundaries = _boundaries(batch["patch_cu_seqlens"], self._patches("grids"), "patch_cu_seqlens")
+            return boundaries if name == "patch_cu_seqlens" else _longest(boundaries, value)
         if name == "image_index":
-            own = value[self.start : self.stop]
-            return own.where(own < 0, own - self._elements("image_counts").start)
+            index = value[self.start : self.stop]
+            return index.where(index < 0, index - self._elements("image_counts").start)
         if name in _BY_COUNTS and _BY_COUNTS[name] in batch:
             return value[self._elements(_BY_COUNTS[name])]
         return self._slice_rows(name, value)
@@ -182,8 +183,8 @@ class _Rows(NamedTuple):
 
     def _elements(self, counts: str) -> slice:
         """Return the range of these rows' elements, such as images, which the field `counts` counts."""
-        own = self._elements(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
-        return _range_of(self.batch[counts], own)
+        counted = self._elements(_BY_COUNTS[counts]) if counts in _BY_COUNTS else slice(self.start, self.stop)
+        return _range_of(self.batch[counts], counted)
 
     def _patches(self, grids: str) -> slice:
         """Return the range of these rows' patches, for the field `grids` of tiles or videos."""
@@ -194,30 +195,33 @@ class _Rows(NamedTuple):
         import torch
 
         sized = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
-        if not sized or len(value) != self.whole:
+        if not sized or len(value) != self.all_rows:
             raise ValueError(
-                f"field {name!r} does not have {self.whole} rows. Add it to shared= to copy it to each part, or "
+                f"field {name!r} does not have {self.all_rows} rows. Add it to shared= to copy it to each part, or "
                 "remove it."
             )
         return value[self.start : self.stop]
 
 
-def _range_of(counts: torch.Tensor, own: slice) -> slice:
-    """Return the range of the elements that a range of counts refers to."""
-    before = int(counts[: own.start].sum())
-    return slice(before, before + int(counts[own].sum()))
+def _range_of(counts: torch.Tensor, counted: slice) -> slice:
+    """Return the range of the elements that `counts[counted]` counts, among all elements."""
+    start = int(counts[: counted.start].sum())
+    return slice(start, start + int(counts[counted].sum()))
 
 
-def _boundaries(whole: torch.Tensor, own: slice, name: str) -> torch.Tensor:
-    """Return the boundaries of the segments in a range, relative to its start."""
-    found: torch.Tensor = whole[(whole >= own.start) & (whole <= own.stop)]
-    if not len(found) or int(found[0]) != own.start or int(found[-1]) != own.stop:
-        where = f"at {own.start} or at {own.stop}"
+def _boundaries(boundaries: torch.Tensor, span: slice, name: str) -> torch.Tensor:
+    """Return the boundaries of the segments in a span, relative to its start.
+
+    Raises ValueError if a segment of the field `name` crosses the start or the stop of the span.
+    """
+    found: torch.Tensor = boundaries[(boundaries >= span.start) & (boundaries <= span.stop)]
+    if not len(found) or int(found[0]) != span.start or int(found[-1]) != span.stop:
+        where = f"at {span.start} or at {span.stop}"
         raise ValueError(f"{name} has no boundary {where}. Let each row start a segment.")
-    return found - int(own.start)
+    return found - int(span.start)
 
 
 def _longest(boundaries: torch.Tensor, like: Any) -> Any:
-    """Return the longest segment, as an int or, like the batch's value, as a tensor."""
+    """Return the length of the longest segment, as an int or tensor like the value `like`."""
     longest = int(boundaries.diff().max()) if len(boundaries) > 1 else 0
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-_IGNORED = -100
+_IGNORED_LABEL = -100
 _ADVICE = "Return model_inputs(super().batch(items, rng), config) from `batch` of the encoder"
 # types of layers that apply their mask
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# attention functions that get a mask; flash attention gets `cu_seqlens`
-_MASKED = {"eager", "sdpa", "flex_attention"}
-_MEDIA = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # media of a batch
+# attention functions that get a mask, unlike flash attention, which gets `cu_seqlens`
+_MASKED_ATTENTION = {"eager", "sdpa", "flex_attention"}
+_MEDIA_FIELDS = ("patches", "video_patches", "audio_mels", "image", "video", "features")  # media of a batch
 
 
 def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, Any]:
@@ -68,8 +68,7 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
         ```
     """
     config = _config_of(model_or_config)
-    missing = {"tokens", "labels"} - {*batch} or {"lengths", "cu_seqlens"}.isdisjoint(batch)
-    if missing:
+    if not {"tokens", "labels"} <= {*batch} or {"lengths", "cu_seqlens"}.isdisjoint(batch):
         raise ValueError(
             "model_inputs needs tokens, labels, and lengths or cu_seqlens, as encoders of task_encoders return. "
             f"This batch has {', '.join(sorted(batch))}."
@@ -79,7 +78,7 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
     media = _media_inputs(batch, config)
     labels = batch["labels"]
     if "valid" in batch:
-        labels = labels.masked_fill(~batch["valid"][:, None], _IGNORED)
+        labels = labels.masked_fill(~batch["valid"][:, None], _IGNORED_LABEL)
     if "cu_seqlens" in batch:
         return {**_pack_inputs(batch, labels, config), **media}
     length = batch["tokens"].shape[1]
@@ -91,7 +90,7 @@ def model_inputs(batch: Mapping[str, Any], model_or_config: Any) -> dict[str, An
 
 
 def has_packs(inputs: Any) -> bool:
-    """Return whether rows have documents that only `position_ids` separate.
+    """Return whether a row has several documents that only `position_ids` separate.
 
     Args:
         inputs: Arguments of a model.
@@ -120,21 +119,21 @@ def check_inputs(inputs: Any, model: Any) -> None:
         raise ValueError(f"a batch has {found}, which {type(inner).__name__} does not take. {_ADVICE}.")
     if _are_shifted(inputs):
         raise ValueError(f"labels are shifted already, but the model shifts them again. {_ADVICE}.")
-    if "flash" in (_attention(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
+    if "flash" in (_attention_name(inner.config) or "") and has_packs(inputs) and len(inputs["input_ids"]) > 1:
         raise ValueError(
-            f"the attention of the model is {_attention(inner.config)}, which misreads packs in several rows. Pass "
-            "the configuration of the model, with this attn_implementation, to model_inputs."
+            f"the attention of the model is {_attention_name(inner.config)}, which misreads packs in several rows. "
+            "Pass the configuration of the model, with this attn_implementation, to model_inputs."
         )
 
 
 def _are_shifted(inputs: Mapping[str, Any]) -> bool:
-    """Return whether labels are one token ahead of `input_ids`."""
+    """Return whether most labels are the token after their own in `input_ids`."""
     tokens, labels = inputs.get("input_ids"), inputs.get("labels")
     if tokens is None or labels is None or tokens.shape != labels.shape:
         return False
-    counted = labels != _IGNORED
-    equal_next = (labels[:, :-1] == tokens[:, 1:]) & counted[:, :-1]
-    return bool(2 * equal_next.sum() > counted.sum() and (labels != tokens)[counted].any())
+    is_target = labels != _IGNORED_LABEL
+    is_next_token = (labels[:, :-1] == tokens[:, 1:]) & is_target[:, :-1]
+    return bool(2 * is_next_token.sum() > is_target.sum() and (labels != tokens)[is_target].any())
 
 
 def _pack_inputs(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) -> dict[str, Any]:
@@ -142,10 +141,10 @@ def _pack_inputs(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) ->
     borders, positions = batch["cu_seqlens"], batch["position_ids"]
     if positions.flatten()[borders[:-1].long()].any():
         raise ValueError("position_ids must be 0 at cu_seqlens. Pass whole batches, not parts of cut_context.")
-    if reason := _why_mixed(config):
+    if reason := _mixing_reason(config):
         raise ValueError(f"{config.model_type}: {reason}, so documents of a pack would mix. Remove the packer.")
     inputs = {"input_ids": batch["tokens"], "labels": labels, "position_ids": _positions(batch, config)}
-    if flash := "flash" in (_attention(config) or ""):
+    if flash := "flash" in (_attention_name(config) or ""):
         inputs = {name: value.flatten(-2).unsqueeze(-2) for name, value in inputs.items()}
     inputs |= {"labels": _unshifted(inputs["labels"]), "use_cache": False}
     if flash and config.get_text_config() is config:  # otherwise the vision tower would get them too
@@ -156,7 +155,7 @@ def _pack_inputs(batch: Mapping[str, Any], labels: torch.Tensor, config: Any) ->
 
 def _unshifted(labels: torch.Tensor) -> torch.Tensor:
     """Shift labels, which are one token ahead, to their own tokens."""
-    return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=_IGNORED)
+    return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=_IGNORED_LABEL)
 
 
 def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
@@ -172,12 +171,12 @@ def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the configuration of a model in any wrappers."""
+    """Return the configuration of a model, which may be wrapped several times, or a configuration as it is."""
     inner = model
     while inner is not None:
-        for found in (inner, getattr(inner, "config", None)):
-            if hasattr(found, "get_text_config"):
-                return found
+        for candidate in (inner, getattr(inner, "config", None)):
+            if hasattr(candidate, "get_text_config"):
+                return candidate
         inner = getattr(inner, "module", None)
     raise TypeError(
         f"model_inputs takes a transformers model or configuration, not {type(model).__name__}. For your own model, "
@@ -185,32 +184,32 @@ def _config_of(model: Any) -> Any:
     )
 
 
-def _attention(config: Any) -> str | None:
+def _attention_name(config: Any) -> str | None:
     name: str | None = getattr(config.get_text_config(), "_attn_implementation", None)
     return name
 
 
-def _why_mixed(config: Any) -> str | None:
+def _mixing_reason(config: Any) -> str | None:
     """Return why documents of a pack attend to each other in this model, or None."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    text, attention = config.get_text_config(), _attention(config) or "sdpa"
+    text, attention = config.get_text_config(), _attention_name(config) or "sdpa"
     decoder = MODEL_MAPPING.get(type(text), None)
-    if decoder is None or (text is not config and config.model_type not in _MEDIA_INPUTS):
+    if decoder is None or (text is not config and config.model_type not in _MEDIA_CONVERTERS):
         return "how it attends is not known here"
     other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if getattr(decoder, "_is_stateful", False) or other:
         return f"it has layers that carry a state over tokens ({', '.join(sorted(other)) or decoder.__name__})"
     has_borders = "flash" in attention and getattr(decoder, "_supports_attention_backend", False)
-    if attention not in _MASKED and not has_borders:
+    if attention not in _MASKED_ATTENTION and not has_borders:
         return f"its attention {attention!r} does not learn where documents begin"
-    if _mask_positions(decoder) != {"text_position_ids" if config.model_type in _MROPE_MODELS else "position_ids"}:
+    if _mask_arguments(decoder) != {"text_position_ids" if config.model_type in _MROPE_MODELS else "position_ids"}:
         return "its masks ignore position_ids"
     return None
 
 
 @cache
-def _mask_positions(decoder: type) -> set[str]:
+def _mask_arguments(decoder: type) -> set[str]:
     """Return the expressions that a model passes as `position_ids` to the functions for its masks.
 
     This reads the model's source, because nothing else shows it. Models that use `position_ids` only for embeddings
@@ -229,10 +228,10 @@ def _mask_positions(decoder: type) -> set[str]:
 def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return the arguments for the media of a batch. Raises ValueError if the model does not take one."""
     inputs: dict[str, Any] = {}
-    for field in _MEDIA:
+    for field in _MEDIA_FIELDS:
         if not len(batch.get(field, ())):
             continue
-        convert = _MEDIA_INPUTS.get(config.model_type, {}).get(field)
+        convert = _MEDIA_CONVERTERS.get(config.model_type, {}).get(field)
         if convert is None or (field == "image" and "cu_seqlens" in batch):
             packed = " in packs" if convert else ""
             advice = "Remove the packer" if convert else _advice_for(field)
@@ -247,28 +246,29 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _advice_for(field: str) -> str:
-    """Return what to do about a medium that the model does not take."""
-    able = ", ".join(name for name, fields in _MEDIA_INPUTS.items() if field in fields)
+    """Return advice, for a message, about a media field that the model does not take."""
+    able = ", ".join(name for name, fields in _MEDIA_CONVERTERS.items() if field in fields)
     if field == "image":
         return f"Use ChatEncoder or InterleavedEncoder with vision=Vision(...), or one of these models: {able}"
     return f"Use one of these models: {able}" if able else "Remove it from the batch"
 
 
-def _merged_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Reorder patches so that those of a token are adjacent, and repeat them along time."""
+def _patch_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return patches in the order of Qwen2-VL, where those merged into a token are adjacent, repeated along time."""
     vision, grids = config.vision_config, batch["grids"]
-    order, start, merge = [], 0, vision.spatial_merge_size
+    merge = vision.spatial_merge_size  # a token is merge × merge patches
+    order, start = [], 0
     for rows, columns in grids.tolist():
         indices = torch.arange(start, start + rows * columns).view(rows // merge, merge, columns // merge, merge)
         order.append(indices.transpose(1, 2).flatten())
         start += rows * columns
     patches = batch["patches"][torch.cat(order).to(grids.device)]
-    doubled = patches[:, :, None].expand(-1, -1, vision.temporal_patch_size, -1, -1)
-    steps = torch.ones_like(grids[:, :1])
-    return {"pixel_values": _flatten_patches(doubled, vision), "image_grid_thw": torch.cat([steps, grids], 1)}
+    over_time = patches[:, :, None].expand(-1, -1, vision.temporal_patch_size, -1, -1)
+    time_steps = torch.ones_like(grids[:, :1])
+    return {"pixel_values": _flatten_patches(over_time, vision), "image_grid_thw": torch.cat([time_steps, grids], 1)}
 
 
-def _video_patches(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _video_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     videos = _flatten_patches(batch["video_patches"], config.vision_config)
     return {"pixel_values_videos": videos, "video_grid_thw": batch["video_grids"]}
 
@@ -284,7 +284,7 @@ def _flatten_patches(patches: torch.Tensor, vision: Any) -> torch.Tensor:
 
 
 def _tile_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Join patches to tiles: float32 (tiles, 3, height, width)."""
+    """Return tiles joined from their patches, float32 (tiles, 3, height, width), as `pixel_values`."""
     patches, grids = batch["patches"], batch["grids"]
     if (grids != grids[0]).any():
         raise ValueError(
@@ -292,24 +292,25 @@ def _tile_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
             "Tiles(side=...) of the image size of the model."
         )
     rows, columns = grids[0].tolist()
-    split = patches.unflatten(0, (len(grids), rows, columns)).permute(0, 3, 1, 4, 2, 5)
-    return {"pixel_values": split.flatten(4).flatten(2, 3)}
+    by_tile = patches.unflatten(0, (len(grids), rows, columns))  # (tiles, rows, columns, 3, patch height, patch width)
+    channels_first = by_tile.permute(0, 3, 1, 4, 2, 5)  # (tiles, 3, rows, patch height, columns, patch width)
+    return {"pixel_values": channels_first.flatten(4).flatten(2, 3)}
 
 
-def _tiles_of_rows(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Join patches to tiles in one row, because SmolVLM counts them by their tokens."""
+def _one_row_of_tiles(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return all tiles as those of one row, (1, tiles, …). SmolVLM assigns them to rows by the tokens of images."""
     return {name: tiles[None] for name, tiles in _tile_inputs(batch, config).items()}
 
 
-def _whole_images(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _image_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {"pixel_values": batch["image"]}
 
 
 _MROPE_MODELS = {"qwen2_vl", "qwen2_5_vl"}  # models with M-RoPE: positions in time, height and width
-# The media that each type of model takes.
-_MEDIA_INPUTS: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {
-    **{name: {"patches": _merged_patches, "video_patches": _video_patches} for name in sorted(_MROPE_MODELS)},
+# For each type of model and each media field that it takes: the function that converts the field to its arguments.
+_MEDIA_CONVERTERS: dict[str, dict[str, Callable[[Mapping[str, Any], Any], dict[str, Any]]]] = {
+    **{name: {"patches": _patch_inputs, "video_patches": _video_inputs} for name in sorted(_MROPE_MODELS)},
     **{name: {"patches": _tile_inputs} for name in ("llava", "internvl")},
-    "smolvlm": {"patches": _tiles_of_rows},
-    "git": {"image": _whole_images},
+    "smolvlm": {"patches": _one_row_of_tiles},
+    "git": {"image": _image_inputs},
 }

@@ -99,7 +99,10 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
         return map(self._convert, self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last batch. The trainer takes none ahead."""
+        """Return the loader's state after the last batch.
+
+        The trainer fetches no batches ahead.
+        """
         return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,10 +122,10 @@ class SavableDataLoader(BaseDataLoader):  # type: ignore[misc]
 
 
 def _ranks(rank: int, world_size: int) -> Ranks:
-    """Return the ranks for a loader that shares its batches with the processes of the same rank. Collective."""
+    """Return `Ranks` for a loader whose batches are shared by all processes of its data-parallel rank. Collective."""
     if not dist.is_initialized():
         return Ranks(rank, world_size)
-    ranks = [0] * dist.get_world_size()  # by process
+    ranks = [0] * dist.get_world_size()  # the data-parallel rank of each process
     dist.all_gather_object(ranks, rank)
-    peers = [[process for process, each in enumerate(ranks) if each == number] for number in range(world_size)]
+    peers = [[process for process, own in enumerate(ranks) if own == each] for each in range(world_size)]
     return Ranks.of((rank, world_size), share=dist.new_subgroups_by_enumeration(peers)[0])  # type: ignore[arg-type]

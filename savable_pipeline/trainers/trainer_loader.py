@@ -1,15 +1,14 @@
 """`TrainerLoader`: a loader whose state follows the trainer's progress.
 
-    yielded   1   2   3   4   5    counted here, since the run started or was resumed
+    yielded   1   2   3   4   5    counted by this class, since the run started or was resumed
     started     1   2   3   4        counted by the trainer, which fetches 1 batch ahead
     trained   1   2                the optimizer has stepped on these, so a state saved now is that after batch 2
 
 A trainer may fetch batches ahead of those it trains on. Lightning does, by one batch, if the loader has no length. At
 any moment of a step, the saved state of all ranks is that after the last batch that the optimizer has stepped on.
 
-Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. If even
-more batches are ahead, the trainer has skipped some by itself, although the state already says where to resume. That is
-an error.
+Just after a batch is returned, the trainer does not count it as started yet, so one more batch may be ahead. Even more
+batches ahead are an error: the trainer has skipped some by itself, although the state already says where to resume.
 
 An integration creates a `TrainerLoader` with the trainer's counters (`trained`, `begun`), its largest number of batches
 ahead (`most_ahead`) and a function that moves a batch to its device (`to_device`). It passes the object to the trainer
@@ -89,8 +88,8 @@ class TrainerLoader:
         self._trained, self._begun = trained, begun or trained
         self._most_ahead, self._carries = most_ahead, carries
         self._to_device = to_device
-        steps = 2 if carries else 1  # whose batches may be in flight
-        self._most_recorded = most_ahead + 1 if begun is None else steps * MAX_LAG  # the length of `_yielded`
+        untrained_steps = 2 if carries else 1  # optimizer steps whose batches may be yielded but not trained on
+        self._most_recorded = most_ahead + 1 if begun is None else untrained_steps * MAX_LAG  # longest `_yielded`
         self._spans_to_skip: list[SlotSpan] = []  # slots to skip when the loader reaches them
         self._restart_count()
 
@@ -98,7 +97,8 @@ class TrainerLoader:
         """Start counting at the current position."""
         self._yielded: tuple[_YieldedBatch, ...] = ()  # the last batches
         self._skipped: list[SlotSpan] = []  # slots skipped since the last batch
-        self._begun_before: int | None = None  # the trainer's count at the start; None: no batch was requested yet
+        # what `begun` returned at the first batch; None before it
+        self._begun_at_start: int | None = None
         self._record_position()
 
     def _record_position(self) -> None:
@@ -129,18 +129,18 @@ class TrainerLoader:
         if not self._yielded or self._trained is None:
             return 0
         last = self._yielded[-1]
-        return last.number - max(0, self._trained() - last.start)
+        return last.number - max(0, self._trained() - last.begun_at_start)
 
     @property
     def _begun_count(self) -> int:
-        """The number of batches that the trainer has started to train on, by its own count; 0 without `begun`."""
+        """The number of batches that the trainer has started to train on, as `begun` returns it; 0 without it."""
         return 0 if self._begun is None else self._begun()
 
     def check(self) -> None:
         """Check that no batch was skipped, and that only this object moved the loader.
 
-        While a batch is on its way to the trainer, a skipped batch looks the same: an integration also calls this at
-        the end of each step.
+        A batch that was just yielded cannot be distinguished from a skipped one, because the trainer has not counted it
+        yet. So an integration also calls this at the end of each step.
 
         Raises:
             SavableError: Batches were skipped, or something else moved the loader.
@@ -162,10 +162,11 @@ class TrainerLoader:
         if self._begun is None or not self._yielded:
             return
         last, begun = self._yielded[-1], self._begun()
-        is_on_its_way = begun == last.begun  # the trainer does not count the last batch yet
-        if not 0 <= last.number - (begun - last.start) <= self._most_ahead + is_on_its_way:
+        is_on_its_way = begun == last.begun  # the trainer has not counted the last batch yet
+        used = begun - last.begun_at_start
+        if not 0 <= last.number - used <= self._most_ahead + is_on_its_way:
             raise SavableError(
-                f"the trainer used {begun - last.start} of {last.number} batches and fetches at most "
+                f"the trainer used {used} of {last.number} batches and fetches at most "
                 f"{self._most_ahead} ahead. Turn off its own skipping."
             )
 
@@ -177,7 +178,7 @@ class TrainerLoader:
         if not self._carries:
             self.rewind()
         iter(self._loader)
-        self._begun_before = begun
+        self._begun_at_start = begun
         self._record_position()
 
     def rewind(self) -> None:
@@ -186,9 +187,9 @@ class TrainerLoader:
         Batches that were fetched after it are repeated.
         """
         self._check_unmoved()
-        if ahead := self._fetched():
-            position, self._spans_to_skip = ahead[0].before, self._spans()
-            self._run.return_to(position)
+        if untrained := self._untrained_batches():
+            self._spans_to_skip = self._pending_spans()
+            self._run.return_to(untrained[0].before)
             self._restart_count()
 
     def continue_from(self, other: TrainerLoader) -> None:
@@ -213,8 +214,9 @@ class TrainerLoader:
             batch = self._loader.__next__()  # within `try`, because a signal may interrupt the lines below
             moved = batch if self._to_device is None else self._to_device(batch)
             begun = self._begun_count
-            start, number = (yielded[-1].start, yielded[-1].number) if yielded else (self._begun_before, 0)
-            last = _YieldedBatch(before, self._skipped, number + 1, begun if start is None else start, begun)
+            number = yielded[-1].number + 1 if yielded else 1
+            at_start = yielded[-1].begun_at_start if yielded else self._begun_at_start
+            last = _YieldedBatch(before, self._skipped, number, begun if at_start is None else at_start, begun)
             self._yielded = (*yielded, last)[-self._most_recorded :]
             self._record_position()
         except BaseException:
@@ -225,7 +227,7 @@ class TrainerLoader:
         self._skipped = []
         return moved
 
-    def _fetched(self) -> list[_YieldedBatch]:
+    def _untrained_batches(self) -> list[_YieldedBatch]:
         """Return the batches that were yielded but not trained on, the earliest first."""
         ahead = max(0, self.ahead)
         if ahead > len(self._yielded):
@@ -236,11 +238,11 @@ class TrainerLoader:
             )
         return list(self._yielded[-ahead:]) if ahead else []
 
-    def _spans(self) -> list[SlotSpan]:
-        """Return the spans after the last batch trained on that were skipped or are still to be skipped."""
-        fetched = self._fetched()
-        skipped = [*(span for yielded in fetched[1:] for span in yielded.skipped), *(self._skipped if fetched else [])]
-        return [*skipped, *self._spans_to_skip]
+    def _pending_spans(self) -> list[SlotSpan]:
+        """Return the spans that a run resumed after the last batch trained on has to skip."""
+        untrained = self._untrained_batches()
+        skipped = [span for batch in untrained[1:] for span in batch.skipped]  # those before the first are in its state
+        return [*skipped, *(self._skipped if untrained else []), *self._spans_to_skip]
 
     def _skip_due_spans(self) -> None:
         """Skip the spans that the loader has reached."""
@@ -286,8 +288,8 @@ class TrainerLoader:
             self._restart_count()
         elif slots and (position.previous is None or position.iterator == "ended"):  # otherwise the epoch has ended
             empty = SlotSpan(position.epoch, position.slot, position.slot)
-            last = self._spans_to_skip.pop() if self._spans_to_skip else empty
-            self._spans_to_skip.append(last._replace(stop=last.stop + slots))
+            last_span = self._spans_to_skip.pop() if self._spans_to_skip else empty
+            self._spans_to_skip.append(last_span._replace(stop=last_span.stop + slots))
 
     def close(self) -> None:
         """Stop the workers, as `SavableLoader.close`."""
@@ -300,13 +302,13 @@ class TrainerLoader:
             A flat dict of int and bytes, the same on each rank. Any number of ranks resumes from it.
 
         Raises:
-            SavableError: The trainer skips batches, or it is Lightning's, for which there is `SavableDataModule`.
+            SavableError: The trainer skips batches, or the trainer is Lightning's, which needs a `SavableDataModule`.
         """
         reject_fetching_ahead(caller())
         self.check()
-        fetched = self._fetched()
-        state = self._run.global_state(position=fetched[0].before if fetched else None)
-        return with_spans(state, self._spans())
+        untrained = self._untrained_batches()
+        state = self._run.global_state(position=untrained[0].before if untrained else None)
+        return with_spans(state, self._pending_spans())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, on each rank before the trainer's first batch.
@@ -352,15 +354,15 @@ class _YieldedBatch(NamedTuple):
     before: Position  # position of the loader before the batch
     skipped: list[SlotSpan]  # slots skipped between the previous batch and this one
     number: int  # counted from 1, since the run started or was resumed
-    start: int  # the trainer's count of started batches before batch 1
+    begun_at_start: int  # the trainer's count of started batches before batch 1
     begun: int  # the trainer's count of started batches when this one was yielded
 
 
 class _LazyIterator:
-    """Iterator that starts when its first batch is requested, and that continues after an error."""
+    """Iterator that calls `begin` when its first batch is requested, and that continues after an error of `take`."""
 
     def __init__(self, begin: Callable[[], None] | None, take: Callable[[], Any] | None) -> None:
-        self._begin, self._take = begin, take
+        self._begin, self._take = begin, take  # None once `begin` was called, or `take` has ended
 
     def __iter__(self) -> _LazyIterator:
         return self
@@ -397,7 +399,7 @@ def check_peers(loaders: Any, processes: int, sizes: Mapping[str, int], mesh: st
     """Check that processes that train on the same batch get the same batches.
 
     Args:
-        loaders: A loader, or a container of loaders; other kinds pass.
+        loaders: A loader, or a container of loaders. Those of other libraries are not checked.
         processes: The number of processes of the trainer.
         sizes: The sizes of the dimensions of its mesh along which processes need the same batches, by name.
         mesh: The expression for the mesh, for the error.
@@ -411,39 +413,40 @@ def check_peers(loaders: Any, processes: int, sizes: Mapping[str, int], mesh: st
     shared = tuple(name for name, size in sizes.items() if size > 1)
     most_ranks = processes // math.prod(sizes.values())
     if shared and any(
-        isinstance(one, SavableLoader) and run_of(one).ranks.world_size > most_ranks for one in each(loaders)
+        isinstance(loader, SavableLoader) and run_of(loader).ranks.world_size > most_ranks
+        for loader in loaders_in(loaders)
     ):
         advice = f"Pass ranks=sp.Ranks.of({mesh}, share={shared})."
         raise ValueError(f"processes of {' and '.join(shared)} need the same batches. {advice}")
     return loaders
 
 
-def each(loaders: Any) -> list[Any]:
+def loaders_in(loaders: Any) -> list[Any]:
     """Return the loaders in a dict, list or tuple, or a single one, as a list.
 
     Args:
         loaders: A loader, or a container of loaders.
     """
-    found = list(loaders.values()) if isinstance(loaders, dict) else loaders
-    return list(found) if isinstance(found, list | tuple) else [found]
+    values = list(loaders.values()) if isinstance(loaders, dict) else loaders
+    return list(values) if isinstance(values, list | tuple) else [values]
 
 
 def length_of(batches: Any) -> int | None:
     """Return the number of batches of an epoch, or None if unknown.
 
     Args:
-        batches: A loader, or an object in its place.
+        batches: A loader, or an object that wraps it.
     """
     with suppress(TypeError):
         return len(batches)
     return None
 
 
-def restarting(loaders: Any) -> Any:
+def check_restarting(loaders: Any) -> Any:
     """Check that every `SavableLoader` restarts at each evaluation.
 
     Args:
-        loaders: A loader, or a container of loaders; other kinds pass.
+        loaders: A loader, or a container of loaders. Those of other libraries are not checked.
 
     Returns:
         The loaders.
@@ -451,7 +454,7 @@ def restarting(loaders: Any) -> Any:
     Raises:
         ValueError: A loader was created without `on_iter="restart"`, so it would continue an interrupted evaluation.
     """
-    for loader in each(loaders):
+    for loader in loaders_in(loaders):
         if isinstance(loader, SavableLoader) and settings_of(loader).on_iter != "restart":
             raise ValueError(
                 'set on_iter="restart" in a loader for evaluation, so that each evaluation starts at the first batch.'

@@ -61,19 +61,20 @@ class AudioTokens(Medium):
         Args:
             frames: The number of frames, 100 per second.
         """
-        return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+        after_convolution = (frames - 1) // 2 + 1
+        return (after_convolution - 2) // 2 + 1
 
-    def tokenize(self, thing: Any) -> MediumTokens:
+    def tokenize(self, content: Any) -> MediumTokens:
         """Build the tokens and features of audio.
 
         Args:
-            thing: The audio, as `sample.audio()` opens it.
+            content: The audio, as `sample.audio()` opens it.
 
         Raises:
-            ValueError: It is too short for a token.
+            ValueError: The audio is too short for a token.
         """
-        samples = thing.samples(0.0, thing.duration_s, rate=RATE, mono=True)[0]
-        frames = self._frames(len(samples))
+        samples = content.samples(0.0, content.duration_s, rate=RATE, mono=True)[0]
+        frames = self._count_frames(len(samples))
         mels = log_mel(samples, bins=self.bins, frames=frames + _SILENCE)[:, :frames]
         fields = {"audio_mels": torch.from_numpy(np.ascontiguousarray(mels.T)), "audio_frames": torch.tensor([frames])}
         return MediumTokens(self, self.tokens(frames), fields)
@@ -85,7 +86,8 @@ class AudioTokens(Medium):
         """
         if info.duration_s is None or info.fps is not None:
             raise Unmeasured
-        return MediumTokens(self, self.tokens(self._frames(round(Fraction(info.duration_s) * RATE))), {})
+        samples = round(Fraction(info.duration_s) * RATE)
+        return MediumTokens(self, self.tokens(self._count_frames(samples)), {})
 
     def empty(self) -> dict[str, torch.Tensor]:
         """Return `audio_mels`, float32 (0, bins), and `audio_frames`, int64 (0,)."""
@@ -113,7 +115,7 @@ class AudioTokens(Medium):
         """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"class": "AudioTokens", **asdict(self)}
 
-    def _frames(self, samples: int) -> int:
+    def _count_frames(self, samples: int) -> int:
         """Return the number of frames of audio. Raises ValueError if they are too few for a token."""
         frames = -(-samples // HOP)
         if self.tokens(frames) < 1:

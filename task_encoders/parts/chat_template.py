@@ -86,8 +86,8 @@ class ChatML:
         for number, message in enumerate(messages):
             if message.more:
                 raise ValueError(f"messages[{number}]: ChatML does not support {', '.join(message.more)}")
-        rendered_messages = [f"{self.start}{message.role}\n{_text(message, image)}{self.end}\n" for message in messages]
-        return "".join(rendered_messages) + f"{self.start}assistant\n" * answering
+        texts = [f"{self.start}{message.role}\n{_text_of(message, image)}{self.end}\n" for message in messages]
+        return "".join(texts) + f"{self.start}assistant\n" * answering
 
     def settings(self) -> str:
         """Return the start and end tokens of a turn."""
@@ -163,7 +163,9 @@ class OwnTemplate:
     def marked(
         self, messages: Sequence[Message], image: str, more: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Render messages. Return the text, and the ranges of `{% generation %}` blocks.
+        """Render messages, and return the text and its ranges to train on.
+
+        They are the ranges of its `{% generation %}` blocks, in characters.
 
         The result is None if the template has no such blocks.
 
@@ -192,12 +194,13 @@ class OwnTemplate:
         return f"xxh3_128:{xxh3_128_hexdigest(json.dumps(contents, sort_keys=True).encode())}"
 
     def _plain_messages(self, messages: Sequence[Message], image: str) -> list[dict[str, Any]]:
+        """Return messages as the dicts that templates of `transformers` expect."""
         return [{**each.more, "role": each.role, "content": self._content(each, image)} for each in messages]
 
     def _content(self, message: Message, image: str) -> Any:
         """Return the content of a message in the form that the template expects."""
         if self.content == "text":
-            return _text(message, image)
+            return _text_of(message, image)
         return [
             {"type": "text", "text": part} if isinstance(part, str) else {"type": media_kind(part)}
             for part in message.parts
@@ -209,8 +212,11 @@ def answers_in(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of messages, and the ranges of the answers to train on.
 
-    `trained` are the indices of these answers. The ranges are the template's `{% generation %}` blocks, if it has any.
-    Otherwise an answer starts where the text of the messages before it ends. Raises ValueError if neither works.
+    The ranges count characters.
+
+    `trained` has the indices of these answers. Their ranges are the template's `{% generation %}` blocks, if it has
+    any. Otherwise an answer starts where the text of the previous messages, with the start of an answer, ends. Raises
+    ValueError if the template writes that text differently when the answer follows.
     """
     marked = template.marked(messages, image, more) if isinstance(template, OwnTemplate) else None
     if marked is not None:
@@ -224,22 +230,24 @@ def answers_in(
                 "Have it mark each answer once by {% generation %}"
             )
         return text, ranges
-    whole, ranges = template.render(messages, image, answering=False, more=more), []
+    text = template.render(messages, image, answering=False, more=more)
+    ranges = []
     for number in trained:
         if number == 0:
             raise ValueError("messages[0] is an answer. Start the conversation with a question")
         prompt = template.render(messages[:number], image, answering=True, more=more)
         with_answer = template.render(messages[: number + 1], image, answering=False, more=more)
-        previous_end = ranges[-1][1] if ranges else 0
-        if not whole.startswith(with_answer) or not with_answer.startswith(prompt) or len(prompt) < previous_end:
+        _, previous_end = ranges[-1] if ranges else (0, 0)
+        if not text.startswith(with_answer) or not with_answer.startswith(prompt) or len(prompt) < previous_end:
             raise ValueError(
                 f"messages[{number}]: the chat template renders it differently when more follows. Pass answers='last', "
                 "or mark answers in the template by {% generation %}"
             )
         ranges.append((len(prompt), len(with_answer)))
-    return whole, ranges
+    return text, ranges
 
 
-def _text(message: Message, image: str) -> str:
+def _text_of(message: Message, image: str) -> str:
+    """Return the text of a message, with placeholders of its media."""
     texts = [part.text if isinstance(part, MediaPart) else part for part in message.parts]
     return "".join(part if isinstance(part, str) else image for part in texts)

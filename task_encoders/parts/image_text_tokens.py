@@ -69,7 +69,7 @@ class MixedTokens:
         self._runs: list[int | Grid] = []  # lengths of runs of plain tokens, and grids of media, in order
         self._media_tokens: list[MediumTokens] = []
         if is_document:
-            self._append(tokenizer.before, False)
+            self._append(tokenizer.before, target=False)
 
     def add_text(self, text: str, *, target: bool) -> None:
         """Append a text, whose tokens contribute to the loss if `target`."""
@@ -80,7 +80,7 @@ class MixedTokens:
             self._ranges.append((self._ranges.pop()[0] if is_continued else start, end))
 
     def add(self, pieces: Iterable[str | MediumTokens]) -> None:
-        """Append the texts and tokens of a medium, `medium.pieces(…)`.
+        """Append the texts and tokens that `medium.pieces(…)` yields.
 
         They do not contribute to the loss.
         """
@@ -98,7 +98,8 @@ class MixedTokens:
     def size(self) -> tuple[int, int]:
         """The number of tokens, and that of image tiles and video steps together."""
         self._finish()
-        return sum(map(len, self._pieces)), sum(grid.steps for each in self._media_tokens for grid in each.grids)
+        grids = [grid for medium_tokens in self._media_tokens for grid in medium_tokens.grids]
+        return sum(map(len, self._pieces)), sum(grid.steps for grid in grids)
 
     def item(self) -> dict[str, Any]:
         """Return the item of the sequence.
@@ -107,29 +108,29 @@ class MixedTokens:
         """
         self._finish()
         tokens = joined(self._pieces) if self._pieces else torch.empty(0, dtype=torch.int64)
-        target = torch.from_numpy(np.concatenate([*self._targets, np.empty(0, np.bool_)]))
+        is_target = torch.from_numpy(np.concatenate([*self._targets, np.empty(0, np.bool_)]))
         labels = torch.full_like(tokens, IGNORED)
-        labels[:-1] = torch.where(target[1:], tokens[1:], IGNORED)
+        labels[:-1] = torch.where(is_target[1:], tokens[1:], IGNORED)
         fields: dict[str, Any] = {"tokens": tokens, "labels": labels}
         if self._rope is not None:
             fields["mrope_ids"] = self._rope.positions(self._runs)
         for medium in self._media:
-            fields |= join_fields(
-                [medium.empty(), *(each.fields for each in self._media_tokens if each.medium.kind == medium.kind)]
-            )
+            fields_of_kind = [own.fields for own in self._media_tokens if own.medium.kind == medium.kind]
+            fields |= join_fields([medium.empty(), *fields_of_kind])
         return fields
 
     def _finish(self) -> None:
         """Tokenize the remaining text, and add the tokens after a document."""
         self._tokenize()
         if self._is_document:
-            self._append(self._tokenizer.after(self._pieces[-1] if self._pieces else ()), True)
+            self._append(self._tokenizer.after(self._pieces[-1] if self._pieces else ()), target=True)
             self._is_document = False
 
     def _tokenize(self) -> None:
         """Tokenize the pending text. Raises ValueError if the text itself has a token of a medium."""
         ids, mask = self._tokenizer.marked(self._text, self._ranges)
-        media, self._text, self._ranges, self._media_in_text = self._media_in_text, "", [], []
+        media = self._media_in_text
+        self._text, self._ranges, self._media_in_text = "", [], []
         kinds = {medium.token: medium.kind for medium in self._media}
         positions = [position for position, token in enumerate(ids) if token in kinds]
         expected = [piece.medium.token for piece in media]
@@ -140,17 +141,21 @@ class MixedTokens:
             )
         start = 0  # of the text after the last medium
         for position, piece in zip(positions, media, strict=True):
-            self._append(ids[start:position], mask[start:position])
+            self._append(ids[start:position], target=mask[start:position])
             self._append_medium(piece)
             start = position + 1
-        self._append(ids[start:], mask[start:])
+        self._append(ids[start:], target=mask[start:])
 
     def _append_medium(self, piece: MediumTokens) -> None:
-        self._append([piece.medium.token] * piece.tokens, False, piece.grids or [piece.tokens])
+        """Append the tokens of a medium, and their grids or, of audio, their number."""
+        self._append([piece.medium.token] * piece.tokens, target=False, runs=piece.grids or [piece.tokens])
         self._media_tokens.append(piece)
 
-    def _append(self, ids: Ids, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
-        """Append ids. `target` says which contribute to the loss, `runs` has lengths of text and grids of media."""
+    def _append(self, ids: Ids, *, target: bool | NDArray[np.bool_], runs: Sequence[int | Grid] = ()) -> None:
+        """Append ids, which are one run of text unless `runs` has others.
+
+        `target` says which of the ids, or whether all of them, contribute to the loss.
+        """
         if len(ids):
             self._pieces.append(ids)
             self._targets.append(np.broadcast_to(np.asarray(target), (len(ids),)))
@@ -163,10 +168,11 @@ _TOKEN_FIELDS = ("tokens", "labels", "mrope_ids")  # fields with a row per token
 def media_spans(item: dict[str, Any], medium: Medium) -> list[tuple[int, int]]:
     """Return the start and the end of the tokens of each image, video or audio.
 
-    A span includes the texts between tiles.
+    The span of an image includes the texts between its tiles.
     """
     positions = (item["tokens"] == medium.token).nonzero().flatten().tolist()
-    spans, first = [], 0
+    spans = []
+    first = 0  # index in `positions` of the first token of a medium
     for count in medium.token_counts(item):
         spans.append((positions[first], positions[first + count - 1] + 1))
         first += count
@@ -181,7 +187,7 @@ class MixedEncoder(TaskEncoder):
     `multiple` tokens.
     """
 
-    global_rng = False  # it draws no random numbers
+    global_rng = False  # no random numbers are drawn
 
     def __init__(
         self,
@@ -216,13 +222,13 @@ class MixedEncoder(TaskEncoder):
     def media_of(self, sample: Sample, *, headers: bool = False) -> SampleMedia:
         """Return the parts of a sample to which its text may refer.
 
-        With `headers`, images are `sample.media(part)`.
+        With `headers`, images are not decoded, but are the headers that `sample.media(part)` returns.
         """
         read = Sample.media if headers else self.vision.image if self.vision else Sample.image
         texts = {"video": self.video.text if self.video else "", "audio": self.audio.text if self.audio else ""}
         named = {kind: text for kind, text in texts.items() if text}
         images = SampleImages(sample, cast(ReadImage, read), exif=self.vision.exif if self.vision else True)
-        return SampleMedia(images, sample, sees=self.vision is not None, **named)
+        return SampleMedia(images, sample, takes_images=self.vision is not None, **named)
 
     def pieces(self, sample: Sample, part: ShownMedia) -> Iterator[str | MediumTokens]:
         """Yield the texts and tokens of an image, video or audio of a sample.
@@ -253,6 +259,7 @@ class MixedEncoder(TaskEncoder):
         return medium.pieces(medium.measure(info))
 
     def _medium(self, kind: str) -> Medium:
+        """Return the encoder's `Vision`, `VideoTokens` or `AudioTokens` for this kind."""
         return next(medium for medium in self.media if medium.kind == kind)
 
     def length(self, item: dict[str, Any]) -> int:
@@ -273,14 +280,14 @@ class MixedEncoder(TaskEncoder):
         if len(fields.get("mrope_ids", ())):
             fields["mrope_ids"] = fields["mrope_ids"] - fields["mrope_ids"].min()
         for medium in self.media:
-            whole = []  # indices of the media within the range
+            inside = []  # indices of the media within the range
             for index, (first, end) in enumerate(media_spans(item, medium)):
                 if start <= first and end <= stop:
-                    whole.append(index)
+                    inside.append(index)
                 elif first < stop and start < end:
                     where = f"the {medium.kind} at {first} to {end}"
                     raise ValueError(f"tokens {start} to {stop} cut through {where}. Pack such items whole")
-            fields |= medium.select(item, whole[0], whole[-1] + 1) if whole else medium.select(item, 0, 0)
+            fields |= medium.select(item, inside[0], inside[-1] + 1) if inside else medium.select(item, 0, 0)
         return fields
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
@@ -292,11 +299,11 @@ class MixedEncoder(TaskEncoder):
         return {**pack, **join_fields(media)}
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
-        """Build a batch of B packs (`batch_tokens`) or B items (`batch_documents`).
+        """Build a batch of packs or items, with the fields of each medium.
 
-        It has the fields of each medium too.
+        `batch_tokens` builds it of B packs, and `batch_documents` of B items.
 
-        With `rope`, also `mrope_ids`, int64 (B, T, 3).
+        With `rope`, it also has `mrope_ids`, int64 (B, T, 3).
         """
         pad, length = self.tokenizer.pad, self.max_length
         if is_packed(items):
@@ -322,15 +329,15 @@ class MixedEncoder(TaskEncoder):
 
 
 def _check_media(media: Sequence[Medium], vision: Vision | None, video: VideoTokens | VideoFrames | None) -> None:
-    """Raise ValueError unless tokens and placeholders distinguish the media."""
+    """Raise ValueError unless the kinds of media have different tokens and placeholders, and frames fit `vision`."""
     if isinstance(video, VideoFrames):
         if vision is None:
             raise ValueError("VideoFrames shows frames as images. Pass vision=Vision(...) to the encoder too")
-        (patch, merge), (own_patch, own_merge) = ((tiles.patch, tiles.merge) for tiles in (video.tiles, vision.tiles))
-        if (patch, merge) != (own_patch, own_merge):
+        frame_tiles, image_tiles = video.tiles, vision.tiles
+        if (frame_tiles.patch, frame_tiles.merge) != (image_tiles.patch, image_tiles.merge):
             raise ValueError(
-                f"VideoFrames has tiles of patch={patch} and merge={merge}, Vision of {own_patch} and {own_merge}. "
-                "Pass the tiles of Vision as tiles="
+                f"VideoFrames has tiles of patch={frame_tiles.patch} and merge={frame_tiles.merge}, Vision of "
+                f"{image_tiles.patch} and {image_tiles.merge}. Pass the tiles of Vision as tiles="
             )
     texts = [medium.text for medium in media] + ([video.text] if isinstance(video, VideoFrames) else [])
     if len(set(texts)) < len(texts) or len({medium.token for medium in media}) < len(media):

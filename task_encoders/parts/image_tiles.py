@@ -24,7 +24,7 @@ from PIL import Image
 from task_encoders.parts.sample_parts import ScaledImage
 
 BICUBIC, LANCZOS = Image.Resampling.BICUBIC, Image.Resampling.LANCZOS
-_THIN = 100  # aspect ratio above which an image scaled to cover its bucket would be too large for memory
+_MOST_ASPECT = 100  # aspect ratio above which an image scaled to cover its bucket would be too large for memory
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class ImageTiles(ABC):
     def at_least(self, width: int, height: int) -> tuple[float, float]:
         """Return the least size at which an image must be decoded.
 
-        The default is its full size.
+        By default it is the full size.
 
-        If it is smaller, `tiles` may get a `ScaledImage`.
+        If the result is smaller, `tiles` may get a `ScaledImage`.
 
         Args:
             width: Width of the full image, in pixels.
@@ -119,11 +119,11 @@ class ImageTiles(ABC):
     def takes_scaled(self) -> bool:
         """Return whether `tiles` may get a `ScaledImage`.
 
-        It may not if a subclass overrides `tiles` but inherits `at_least`.
+        It must not if a subclass overrides `tiles` but inherits an `at_least` for other tiles.
         """
         classes = type(self).__mro__
-        definers = [next(each for each in classes if name in vars(each)) for name in ("at_least", "tiles")]
-        return issubclass(*definers)
+        at_least_class, tiles_class = (next(c for c in classes if name in vars(c)) for name in ("at_least", "tiles"))
+        return issubclass(at_least_class, tiles_class)
 
     def tokens(self, grids: torch.Tensor) -> int:
         """Count the tokens of tiles.
@@ -212,7 +212,10 @@ class NativeSize(ImageTiles):
         return [self.size(width, height)]
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:
-        """Return the size to which the image is resized; its own if that is an error."""
+        """Return the size to which the image is resized.
+
+        It is the own size of the image if `size` raises an error.
+        """
         return self.size(width, height) if max(width, height) <= 200 * min(width, height) else (width, height)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
@@ -228,14 +231,14 @@ class NativeSize(ImageTiles):
         unit, sides = self.unit, (width, height)
         if max(sides) > 200 * min(sides):
             raise ValueError(f"image of {width} × {height} pixels: one side is over 200 times as long as the other")
-        wide, high = (round(side / unit) * unit for side in sides)  # 0 for a thin image, which is then enlarged below
-        if wide * high > self.max_pixels:
+        new_width, new_height = (round(side / unit) * unit for side in sides)  # 0 if thin, which is corrected below
+        if new_width * new_height > self.max_pixels:
             factor = math.sqrt(width * height / self.max_pixels)
-            wide, high = (max(unit, math.floor(side / factor / unit) * unit) for side in sides)
-        elif wide * high < self.min_pixels:
+            new_width, new_height = (max(unit, math.floor(side / factor / unit) * unit) for side in sides)
+        elif new_width * new_height < self.min_pixels:
             factor = math.sqrt(self.min_pixels / (width * height))
-            wide, high = (math.ceil(side * factor / unit) * unit for side in sides)
-        return wide, high
+            new_width, new_height = (math.ceil(side * factor / unit) * unit for side in sides)
+        return new_width, new_height
 
 
 @dataclass(frozen=True)
@@ -304,12 +307,12 @@ class Tiles(ImageTiles):
             height: Height of the image, in pixels.
         """
         sides = range(1, self.max_tiles + 1)
-        fitting = ((c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles)
-        grids = sorted(fitting, key=lambda grid: grid[0] * grid[1])
+        all_grids = [(columns, rows) for columns in sides for rows in sides]
+        grids = sorted((g for g in all_grids if self.min_tiles <= math.prod(g) <= self.max_tiles), key=math.prod)
         nearest = min(abs(width / height - columns / rows) for columns, rows in grids)
-        first, *larger = [grid for grid in grids if abs(width / height - grid[0] / grid[1]) == nearest]
-        half_filled = [(c, r) for c, r in larger if width * height > 0.5 * self.side**2 * c * r]
-        return half_filled[-1] if half_filled else first
+        smallest, *larger = [grid for grid in grids if abs(width / height - grid[0] / grid[1]) == nearest]
+        half_filled = [grid for grid in larger if width * height > 0.5 * self.side**2 * math.prod(grid)]
+        return half_filled[-1] if half_filled else smallest
 
 
 @dataclass(frozen=True)
@@ -360,29 +363,29 @@ class SplitTiles(ImageTiles):
 
         Each row of tiles is a line.
         """
-        wide, high = self._whole_tiles(*self._resized(width, height))
-        columns, rows = wide // self.side, high // self.side
-        prefix, whole = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+        new_width, new_height = self._whole_tiles(*self._resized(width, height))
+        columns, rows = new_width // self.side, new_height // self.side
+        prefix, whole_image = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
         if columns * rows == 1:
-            return (whole,)
+            return (whole_image,)
         grid = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
         # a line break before the first tile of each row but the first
-        lines = ["\n" * (row > 1 and column == 1) + f"{prefix}<row_{row}_col_{column}>" for row, column in grid]
-        return (*lines, f"\n\n{whole}")
+        texts = ["\n" * (row > 1 and column == 1) + f"{prefix}<row_{row}_col_{column}>" for row, column in grid]
+        return (*texts, f"\n\n{whole_image}")
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """Return the tiles, row by row, and then the whole image."""
-        first = self._resized(image.width, image.height)
-        split = image.resize(first, LANCZOS).resize(self._whole_tiles(*first), LANCZOS)
-        tiles = _squares(split, self.side)
-        return tiles if len(tiles) == 1 else [*tiles, split.resize((self.side, self.side), LANCZOS)]
+        size = self._resized(image.width, image.height)
+        enlarged = image.resize(size, LANCZOS).resize(self._whole_tiles(*size), LANCZOS)
+        tiles = _squares(enlarged, self.side)
+        return tiles if len(tiles) == 1 else [*tiles, enlarged.resize((self.side, self.side), LANCZOS)]
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Return the size in which the longer side is `long_side`, and the other one an even number."""
         aspect = width / height
-        other = int(self.long_side / aspect) if width >= height else int(self.long_side * aspect)
-        other = max(other + other % 2, 1)
-        return (self.long_side, other) if width >= height else (other, self.long_side)
+        short_side = int(self.long_side / aspect) if width >= height else int(self.long_side * aspect)
+        short_side = max(short_side + short_side % 2, 1)
+        return (self.long_side, short_side) if width >= height else (short_side, self.long_side)
 
     def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
         """Round a size up to whole tiles: first the longer side, then the other one by the aspect ratio."""
@@ -397,10 +400,10 @@ class SplitTiles(ImageTiles):
         return -(-pixels // self.side) * self.side
 
 
-def _squares(whole: Image.Image, side: int) -> list[Image.Image]:
+def _squares(image: Image.Image, side: int) -> list[Image.Image]:
     """Cut an image into squares, row by row."""
-    corners = [(left, upper) for upper in range(0, whole.height, side) for left in range(0, whole.width, side)]
-    return [whole.crop((left, upper, left + side, upper + side)) for left, upper in corners]
+    corners = [(left, upper) for upper in range(0, image.height, side) for left in range(0, image.width, side)]
+    return [image.crop((left, upper, left + side, upper + side)) for left, upper in corners]
 
 
 @dataclass(frozen=True)
@@ -449,7 +452,7 @@ class Buckets(ImageTiles):
         sides = [side for side in range(self.unit, self.max_side + 1, self.unit) if side >= self.min_side]
         shapes: set[tuple[int, int]] = set()
         for side in sides:
-            fitting = [other for other in sides if side * other <= self.max_pixels]
+            fitting = [other_side for other_side in sides if side * other_side <= self.max_pixels]
             if fitting:
                 shapes |= {(side, fitting[-1]), (fitting[-1], side)}
         return sorted(shapes)
@@ -464,21 +467,25 @@ class Buckets(ImageTiles):
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         """Return the image, scaled and cropped to its bucket."""
-        wide, high = self._shape(image.width, image.height)
+        new_width, new_height = self._shape(image.width, image.height)
         covering = self._covering(image.width, image.height)
-        left, upper = (covering[0] - wide) // 2, (covering[1] - high) // 2
+        left, upper = (covering[0] - new_width) // 2, (covering[1] - new_height) // 2
         # Resizing a box gives slightly other pixels than cropping a resized image, so only thin images do that.
-        if max(covering) <= _THIN * min(covering):
-            return [image.resize(covering, BICUBIC).crop((left, upper, left + wide, upper + high))]
-        across, down = image.width / covering[0], image.height / covering[1]
-        right, lower = min(image.width, (left + wide) * across), min(image.height, (upper + high) * down)
-        return [image.resize((wide, high), BICUBIC, box=(left * across, upper * down, right, lower))]
+        if max(covering) <= _MOST_ASPECT * min(covering):
+            return [image.resize(covering, BICUBIC).crop((left, upper, left + new_width, upper + new_height))]
+        x_scale, y_scale = image.width / covering[0], image.height / covering[1]
+        right = min(image.width, (left + new_width) * x_scale)
+        lower = min(image.height, (upper + new_height) * y_scale)
+        return [image.resize((new_width, new_height), BICUBIC, box=(left * x_scale, upper * y_scale, right, lower))]
 
     def _covering(self, width: int, height: int) -> tuple[int, int]:
-        """Return the least size with the image's aspect ratio that covers the bucket."""
-        wide, high = self._shape(width, height)
-        return (high * width // height, high) if wide * height <= high * width else (wide, wide * height // width)
+        """Return the least size with the image's aspect ratio that covers the shape of its bucket."""
+        bucket_width, bucket_height = self._shape(width, height)
+        if bucket_width * height <= bucket_height * width:
+            return bucket_height * width // height, bucket_height
+        return bucket_width, bucket_width * height // width
 
     def _shape(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the bucket of an image."""
         aspect = math.log(width / height)
         return min(self.shapes(), key=lambda shape: abs(math.log(shape[0] / shape[1]) - aspect))

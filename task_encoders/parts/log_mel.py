@@ -54,14 +54,14 @@ def log_mel(samples: Floats, *, bins: int = 80, frames: int | None = None) -> ND
     if length < HOP or len(samples) < 1:
         raise ValueError(f"expected at least {HOP} samples of audio, one frame, found {len(samples)}")
     power = np.zeros((bins, length // HOP))
-    nonzero = min(length, len(samples) + 2 * WINDOW)  # all windows after these samples are zero
-    _mel_power(_cut_or_padded(samples, nonzero), power[:, : nonzero // HOP])
+    used_length = min(length, len(samples) + 2 * WINDOW)  # all windows after these samples are zero
+    _mel_power(_fit_length(samples, used_length), power[:, : used_length // HOP])
     log = np.log10(np.maximum(power, 1e-10))
     result: NDArray[np.float32] = ((np.maximum(log, log.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
     return result
 
 
-def _cut_or_padded(samples: Floats, count: int) -> Floats:
+def _fit_length(samples: Floats, count: int) -> Floats:
     """Truncate or zero-pad to `count` samples, and mirror half a window at both ends."""
     padded = np.pad(samples[:count], (0, max(0, count - len(samples))))
     return np.pad(padded, WINDOW // 2, mode="reflect")
@@ -70,10 +70,10 @@ def _cut_or_padded(samples: Floats, count: int) -> Floats:
 def _mel_power(padded: Floats, power: Floats) -> None:
     """Write the power of each band in each frame to `power`, float64 (bins, frames)."""
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)  # Hann's, periodic
-    framed = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
+    windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
     for first in range(0, power.shape[1], _CHUNK):
         chunk = power[:, first : first + _CHUNK]
-        spectrum = np.fft.rfft(framed[first : first + chunk.shape[1]] * window, axis=1)
+        spectrum = np.fft.rfft(windows[first : first + chunk.shape[1]] * window, axis=1)
         energy = np.ascontiguousarray((spectrum.real**2 + spectrum.imag**2).T)  # (201, frames)
         for band, (lowest, weights) in zip(chunk, _bands(len(power)), strict=True):
             np.sum(weights * energy[lowest : lowest + len(weights)], axis=0, out=band)

@@ -26,7 +26,9 @@ import torch
 
 
 class Grid(NamedTuple):
-    """Tokens in time, height and width, row by row.
+    """Grid of tokens in time, height and width.
+
+    Its fields are the numbers of steps, rows and columns.
 
     `interval_s` is the time from one step to the next, in seconds.
     """
@@ -107,8 +109,8 @@ class Medium(ABC):
         yield self.after
 
     @abstractmethod
-    def tokenize(self, thing: Any) -> MediumTokens:
-        """Build the tokens and fields of an image, a video or an audio."""
+    def tokenize(self, content: Any) -> MediumTokens:
+        """Build the tokens and fields of a decoded image, or of an open video or audio."""
 
     @abstractmethod
     def measure(self, info: MediaHeader) -> MediumTokens:
@@ -153,7 +155,7 @@ class Medium(ABC):
 
 
 def join_fields(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Concatenate the rows of each field."""
+    """Concatenate the rows of each field of several parts."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -168,14 +170,14 @@ def element_rows(sizes: torch.Tensor, first: int, last: int) -> slice:
 
 @dataclass(frozen=True)
 class MRope:
-    """Positions of tokens in time, height and width.
+    """Rule for the positions of tokens in time, height and width.
 
     Args:
         tokens_per_second: The number of positions per second of video: 2 (default) for Qwen2.5-VL
             (`vision_config.tokens_per_second`), 25 for Qwen2.5-Omni. None: one per step, as in Qwen2-VL.
 
     Raises:
-        ValueError: It is not above 0.
+        ValueError: `tokens_per_second` is not above 0.
 
     Example:
         ```python
@@ -198,9 +200,10 @@ class MRope:
             runs: In order, the lengths of runs of plain tokens and the grids of media.
 
         Returns:
-            int64 (n, 3): time, height and width of each.
+            int64 (n, 3): time, height and width of each token.
         """
-        next_position, positions = 0, [torch.empty(0, 3, dtype=torch.int64)]
+        next_position = 0
+        positions = [torch.empty(0, 3, dtype=torch.int64)]
         for run in runs:
             positions.append(next_position + (self._grid_positions(run) if isinstance(run, Grid) else _count_up(run)))
             next_position = int(positions[-1].max()) + 1 if len(positions[-1]) else next_position

@@ -50,9 +50,9 @@ class ScaledImage:
         x0, y0, x1, y1 = whole = self.pixels.info["box"]
         if box is None:
             return self.pixels.resize(size, resample, box=whole)
-        across, down = (x1 - x0) / self.width, (y1 - y0) / self.height
+        x_scale, y_scale = (x1 - x0) / self.width, (y1 - y0) / self.height
         left, top, right, bottom = box
-        scaled = x0 + left * across, y0 + top * down, x0 + right * across, y0 + bottom * down
+        scaled = x0 + left * x_scale, y0 + top * y_scale, x0 + right * x_scale, y0 + bottom * y_scale
         return self.pixels.resize(size, resample, box=scaled)
 
 
@@ -117,7 +117,10 @@ class Field:
         raise ValueError(f"{self.name}: expected text, found {type(value).__name__} {value!r:.80}")
 
     def _field_of_line(self, sample: Sample, text: str) -> Any:
-        """Return a part's text, or its value if it is the JSON of a field of a record, such as {"text": ["x"]}."""
+        """Return the text of a part, unless it is the JSON of a record's field. Then return that field's value.
+
+        A record such as {"text": ["x"]} has a part `text`, which is `["x"]`.
+        """
         if "json" not in sample or self.part == "json" or text[:1] not in "[{-0123456789tf":
             return text
         try:
@@ -180,9 +183,8 @@ class PartsOfKind(Generic[Opened]):
     def __init__(self, sample: Sample, kind: str, read: Callable[[str], Opened]) -> None:
         self._kind = kind
         self._read = read
-        self.names = sorted(
-            [n for n in sample if n.lower().rpartition(".")[2] in Sample.KINDS[kind]], key=_natural_order
-        )
+        names = [name for name in sample if name.lower().rpartition(".")[2] in Sample.KINDS[kind]]
+        self.names = sorted(names, key=_natural_order)
         if not self.names and kind in sample and _is_image(sample, kind):  # a table may have a column with this name
             self.names = [kind]
         self._unused = list(self.names)  # parts that the text must still use; a name listed twice must be used twice
@@ -191,7 +193,7 @@ class PartsOfKind(Generic[Opened]):
     def next(self, field: str) -> Opened:
         """Return the first part that is not used yet.
 
-        `field` names what refers to it. Raises ValueError, which names it, if all parts are used.
+        Raises ValueError if all parts are used. Its message names `field`, which refers to the part.
         """
         if self._unused:
             return self.named(self._unused[0], field)
@@ -202,17 +204,21 @@ class PartsOfKind(Generic[Opened]):
     def numbered(self, index: int, field: str) -> Opened:
         """Return the part with this index.
 
-        `field` names what refers to it. Raises ValueError, which names it, if there is no such part.
+        Raises ValueError if there is no such part. Its message names `field`, which refers to the part.
         """
         if not 0 <= index < len(self.names):
             raise ValueError(f"{field}: {index}, but the sample has {self._describe()}{self._hint}")
         return self.named(self.names[index], field)
 
-    def known(self, address: Any) -> str | None:
-        """Return the part name or `data:` URL for an address in a text; None if unknown."""
+    def resolve(self, address: Any) -> str | None:
+        """Return the name of the part, or the `data:` URL, to which a text refers.
+
+        Returns None if there is no such part.
+        """
         if isinstance(address, dict):  # a table's list of images has {"bytes": base64} or {"path": name}
-            inside = address.get("bytes")
-            address = f"data:;base64,{inside}" if isinstance(inside, str) else address.get("url") or address.get("path")
+            encoded = address.get("bytes")
+            link = address.get("url") or address.get("path")
+            address = f"data:;base64,{encoded}" if isinstance(encoded, str) else link
         if not isinstance(address, str) or address.startswith("data:"):
             return address if isinstance(address, str) and self._kind == "image" else None
         return next((name for name in self.names if name.lower() == address.lower()), None)
@@ -222,9 +228,9 @@ class PartsOfKind(Generic[Opened]):
 
         If a name is unknown, such as a path, the order does not change.
         """
-        found = [self.known(address) for address in (listed if isinstance(listed, list) else [listed])]
-        if None not in found:
-            first = [name for name in found if name is not None]
+        listed_names = [self.resolve(address) for address in (listed if isinstance(listed, list) else [listed])]
+        if None not in listed_names:
+            first = [name for name in listed_names if name is not None]
             self.names = [*first, *(name for name in self.names if name not in first)]
             self._unused = list(self.names)
 
@@ -244,15 +250,16 @@ class PartsOfKind(Generic[Opened]):
             self._unused.remove(name)
 
     def named(self, name: str, field: str) -> Opened:
-        """Return the part with this name.
+        """Return the part with this name, in upper or lower case.
 
-        `field` names what refers to it. Raises ValueError, which names it, if there is no such part. If the part cannot
-        be opened, that error is raised.
+        Errors of opening the part are raised.
+
+        Raises ValueError if there is no such part. Its message names `field`, which refers to the part.
         """
-        for known in self.names:
-            if known.lower() == name.lower():
-                self.mark_used(known)
-                return self._read(known)
+        for part in self.names:
+            if part.lower() == name.lower():
+                self.mark_used(part)
+                return self._read(part)
         hint = self._hint or (
             f". Nothing is downloaded: store the {self._kind} beside the text" if "://" in name else ""
         )
@@ -266,13 +273,14 @@ class PartsOfKind(Generic[Opened]):
 
     @property
     def _hint(self) -> str:
-        """Return what to do if a record names files by their paths."""
+        """Return advice, for an error, if the sample has no such part: the record may name files by their paths."""
         if self.names:
             return ""
         command = f"`savable convert SRC DST --file-field {self._kind}s`"
         return f"; no file is opened that a text names: {command} stores those of a field beside the text"
 
     def _describe(self) -> str:
+        """Return the names of the parts, for an error."""
         return ", ".join(name[:40] for name in self.names) if self.names else f"no {self._kind}"
 
 
@@ -287,9 +295,9 @@ class SampleImages(PartsOfKind[DecodedImage]):
         self._exif = exif
 
     def named(self, name: str, field: str) -> DecodedImage:
-        """Return the image in this part or `data:` URL.
+        """Return the image in this part or `data:` URL. Errors of Pillow are raised.
 
-        Raises ValueError, which names the `field` that refers to it, if there is no such image, and errors of Pillow.
+        Raises ValueError if there is no such image. Its message names `field`, which refers to the image.
         """
         if not name.startswith("data:"):
             return super().named(name, field)
@@ -304,13 +312,15 @@ class SampleMedia:
     Args:
         images: The images.
         sample: The sample. None (default): only images.
-        sees: Whether the encoder takes images (default).
+        takes_images: Whether the encoder takes images (default).
         texts: By kind, such as `video=`, the placeholder of a chat template.
     """
 
-    def __init__(self, images: SampleImages, sample: Sample | None = None, *, sees: bool = True, **texts: str) -> None:
+    def __init__(
+        self, images: SampleImages, sample: Sample | None = None, *, takes_images: bool = True, **texts: str
+    ) -> None:
         self.images = images
-        self._sees = sees
+        self._takes_images = takes_images
         self._listed: list[str] = []  # the kinds that the record lists
         self._others = {kind: _parts_of_kind(sample, kind, text) for kind, text in texts.items() if sample is not None}
 
@@ -323,10 +333,11 @@ class SampleMedia:
     def shown_kinds(self) -> list[str]:
         """The kinds that are placeholders in a text.
 
-        They are those of `kinds`, without "image" if the encoder takes no images, the sample has none and its record
-        lists none. `<image>` is then ordinary text, as in SVG. Other kinds that the record lists are errors in `of`.
+        They are those of `kinds` and those that the record lists, for which `of` raises an error if the encoder does
+        not take them. "image" is missing if the encoder takes no images, the sample has none and its record lists none.
+        `<image>` is then ordinary text, as in SVG.
         """
-        shown = self.kinds if self._sees or self.images.names else self.kinds[1:]
+        shown = self.kinds if self._takes_images or self.images.names else self.kinds[1:]
         return [*shown, *(kind for kind in self._listed if kind not in shown)]
 
     def order_by(self, record: dict[str, Any]) -> None:
@@ -345,7 +356,7 @@ class SampleMedia:
     def of(self, kind: str, field: str) -> PartsOfKind[DecodedImage] | PartsOfKind[MediaPart]:
         """Return the parts of one kind.
 
-        Raises ValueError, which names the `field` that refers to them, if the encoder does not take this kind.
+        Raises ValueError if the encoder does not take this kind. Its message names `field`, which refers to a part.
         """
         if kind == "image":
             return self.images
@@ -360,11 +371,13 @@ class SampleMedia:
 
 
 def _parts_of_kind(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
+    """Return the videos or the audio of a sample, unopened, with their placeholder."""
     return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, text))
 
 
 def _is_image(sample: Sample, part: str) -> bool:
-    head = sample.head(part, 12)[0]
+    """Return whether a part starts like an image file."""
+    head, _ = sample.head(part, 12)
     return head.startswith(_IMAGE_MAGICS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
 
 

@@ -86,7 +86,7 @@ class SquareCrop:
 
         Raises:
             OSError: The image is damaged.
-            ValueError: It has more than 8 bits per channel, and `bits` is None.
+            ValueError: The image has more than 8 bits per channel, and `bits` is None.
         """
         part = named_part(sample, None, "image")
         if part is None:
@@ -110,9 +110,8 @@ class SquareCrop:
         if self.augment:
             box = random_box((width, height), self.scale, rng)
         flip = self.augment and rng.random() < self.flip
-        cropped = torch.stack(
-            [_pixels(Image.fromarray(_channels_last(one)).resize((self.size,) * 2, _BILINEAR, box)) for one in frames]
-        )
+        images = [Image.fromarray(_channels_last(frame)) for frame in frames]
+        cropped = torch.stack([_pixels(image.resize((self.size, self.size), _BILINEAR, box)) for image in images])
         return cropped.flip(-1) if flip else cropped
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
@@ -135,7 +134,7 @@ class SquareCrop:
         """Return a random part of an image, resized to the square."""
         size = (self.size, self.size)
         needed = size if self.decode == "scaled" else None
-        cut = sample.image(
+        region = sample.image(
             part,
             mode="RGB",
             bits=self.bits,
@@ -143,7 +142,7 @@ class SquareCrop:
             box=lambda *full: random_box(full, self.scale, rng),
             exif=self.exif,
         )
-        image = cut.resize(size, _BILINEAR, box=cut.info["box"])
+        image = region.resize(size, _BILINEAR, box=region.info["box"])
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < self.flip else image
 
     def _crop_center(self, sample: Sample, part: str) -> Image.Image:
@@ -151,11 +150,14 @@ class SquareCrop:
         resized = (0, 0)
 
         def needed(width: int, height: int) -> tuple[int, int]:
-            """Return the size to which the image is decoded, and remember the resized size."""
+            """Return the size at which the image is decoded.
+
+            The size to which it is resized afterwards is stored.
+            """
             nonlocal resized
             short, long = sorted((width, height))
-            other = int(self.size * long / short)
-            resized = (self.size, other) if width <= height else (other, self.size)
+            long_side = int(self.size * long / short)
+            resized = (self.size, long_side) if width <= height else (long_side, self.size)
             return resized if self.decode == "scaled" else (width, height)
 
         whole = sample.image(part, mode="RGB", bits=self.bits, at_least=needed, exif=self.exif)
@@ -175,9 +177,11 @@ def _channels_last(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def normalized(pixels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """Normalize uint8 (…, 3, height, width) to float32, channel by channel.
+    """Normalize uint8 (…, 3, height, width) to float32.
 
-    `mean` and `std` become 0 and 1. In a worker, the result is written directly to the memory shared with the trainer.
+    Each channel's `mean` becomes 0, and its `std` becomes 1.
+
+    In a worker, the result is written directly to the memory shared with the trainer.
     """
     centre, spread = (255 * torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in (mean, std))
     return torch.sub(pixels, centre, out=empty(pixels.shape, torch.float32)).div_(spread)
@@ -187,16 +191,17 @@ def random_box(size: tuple[int, int], scale: tuple[float, float], rng: Rng) -> t
     """Draw a box within an image of this size, with an aspect ratio from 3:4 to 4:3.
 
     `scale` is the least and the greatest fraction of the area. The result is (left, upper, right, lower). If ten boxes
-    in a row do not fit, it is the largest central box with such an aspect ratio.
+    in a row do not fit, the result is the largest central box with such an aspect ratio.
     """
     width, height = size
+    least_aspect, most_aspect = _ASPECTS
     for _ in range(_TRIES):
         area = width * height * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
-        across, down = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < across <= width and 0 < down <= height:
-            left, upper = rng.integers(width - across + 1), rng.integers(height - down + 1)
-            return left, upper, left + across, upper + down
-    across, down = min(width, round(height * _ASPECTS[1])), min(height, round(width / _ASPECTS[0]))
-    left, upper = (width - across) // 2, (height - down) // 2
-    return left, upper, left + across, upper + down
+        aspect = math.exp(rng.uniform(math.log(least_aspect), math.log(most_aspect)))
+        box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, upper = rng.integers(width - box_width + 1), rng.integers(height - box_height + 1)
+            return left, upper, left + box_width, upper + box_height
+    box_width, box_height = min(width, round(height * most_aspect)), min(height, round(width / least_aspect))
+    left, upper = (width - box_width) // 2, (height - box_height) // 2
+    return left, upper, left + box_width, upper + box_height

@@ -33,9 +33,9 @@ IGNORED = -100  # torch's cross entropy ignores this label by default
 
 
 def document(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `tokens` with `labels`, the next tokens; both int64 (n,).
+    """Return an item with `tokens` and `labels`, int64 (n,).
 
-    The last label is ignored.
+    A label is the next token, and the last label is ignored.
     """
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
@@ -89,9 +89,8 @@ def pack_tokens(documents: Sequence[dict[str, Any]], *, pad: int = 0, multiple: 
 def batch_tokens(packs: Sequence[dict[str, Any]], *, pad: int, length: int | None = None) -> dict[str, Any]:
     """Build a batch of B packs, each a row of T tokens.
 
-    T is `length`, or the length of the longest pack.
-
-    Raises ValueError if a pack is longer than `length`.
+    T is `length`, or if that is None, the length of the longest pack. Raises ValueError if a pack is longer than
+    `length`.
     """
     rows = [pack["tokens"] for pack in packs]
     length = length or max(map(len, rows))
@@ -121,7 +120,7 @@ def batch_documents(
     lengths = [len(each["tokens"]) for each in documents]
     length = length or padded_length(max(lengths), multiple)
     tokens = pad_rows([each["tokens"] for each in documents], pad, length)
-    segments = [segment for own in lengths for segment in (own, length - own)]  # of each row: text, padding
+    segments = [segment for text in lengths for segment in (text, length - text)]  # of each row: text, padding
     return {
         "tokens": tokens,  # int64 (B, T)
         "labels": pad_rows([each["labels"] for each in documents], IGNORED, length),  # int64 (B, T)
@@ -133,12 +132,12 @@ def batch_documents(
 def pad_rows(rows: Sequence[torch.Tensor], fill: int, length: int) -> torch.Tensor:
     """Pad `rows`, each int64 (n,), to int64 (rows, length) with `fill`."""
     padded = torch.full((len(rows), length), fill)
-    for target, row in zip(padded, rows, strict=True):
+    for padded_row, row in zip(padded, rows, strict=True):
         if len(row) > length:
             raise ValueError(
                 f"a pack of {len(row)} tokens exceeds the encoder's max_length={length}. Pass the same to OnlinePacker"
             )
-        target[: len(row)] = row
+        padded_row[: len(row)] = row
     return padded
 
 

@@ -111,7 +111,9 @@ class Tokenizer:
         return _ids(encode(text))
 
     def marked(self, text: str, ranges: Sequence[tuple[int, int]]) -> tuple[Ids, NDArray[np.bool_]]:
-        """Return the ids of a text, and which of them are in some ranges: bool (n,).
+        """Return the ids of a text, and a mask of those in the ranges.
+
+        A token is in a range if one of its characters is. The mask is bool (n,).
 
         No ids are added around the text.
 
@@ -147,12 +149,12 @@ class Tokenizer:
         """
         tokenize: Any = self.tokenize
         names = ("convert_ids_to_tokens", "id_to_token", "id_to_piece", "decode_single_token_bytes")
-        look_up = next((getattr(tokenize, name) for name in names if hasattr(tokenize, name)), None)
-        if look_up is None:
+        text_of_id = next((getattr(tokenize, name) for name in names if hasattr(tokenize, name)), None)
+        if text_of_id is None:
             return None
         try:
-            found = look_up(token)
-            text = found.decode() if isinstance(found, bytes) else found or ""
+            raw_text = text_of_id(token)
+            text = raw_text.decode() if isinstance(raw_text, bytes) else raw_text or ""
         except (IndexError, KeyError, OverflowError, UnicodeDecodeError):
             text = ""
         if list(self.piece(text)).count(token) != 1:
@@ -190,7 +192,7 @@ class Tokenizer:
         if hasattr(tokenize, "get_added_tokens_decoder"):  # tokenizers
             return {token.content for token in tokenize.get_added_tokens_decoder().values() if token.special}
         if hasattr(tokenize, "id_to_piece"):  # SentencePiece
-            return {tokenize.id_to_piece(n) for n in range(tokenize.get_piece_size()) if tokenize.is_control(n)}
+            return {tokenize.id_to_piece(i) for i in range(tokenize.get_piece_size()) if tokenize.is_control(i)}
         return set()
 
     @property
@@ -202,10 +204,10 @@ class Tokenizer:
     def after(self, ids: Ids) -> list[int]:
         """Return the ids at the end of a document.
 
-        They are those that the tokenizer adds by itself, then `eos` unless it is there already.
+        They are those that the tokenizer adds by itself, and then `eos` unless the document ends with it already.
 
         Args:
-            ids: The last ids of its text.
+            ids: The ids of the document, or only its last ones.
         """
         _, added = self._added
         if self.eos is None or [*ids[-1:], *added][-1:] == [self.eos]:
@@ -215,7 +217,7 @@ class Tokenizer:
     def ending(self, eos: bool | int | str | None) -> Tokenizer:
         """Return this tokenizer with an end-of-document token.
 
-        If `eos` is None, it is the same tokenizer, which must have an end or no special tokens.
+        If `eos` is None, the result is the same tokenizer, which must add an end itself or have no special tokens.
 
         Args:
             eos: True: its own `eos_token`. A text or an id: that token. False or None: none.
@@ -226,9 +228,10 @@ class Tokenizer:
         """
         tokenize: Any = self.tokenize
         if eos is None or eos is False:
-            if eos is None and self.eos is None and not self._added[1] and (known := self.special_texts()):
+            _, added_after = self._added
+            if eos is None and self.eos is None and not added_after and (special := self.special_texts()):
                 own = getattr(tokenize, "eos_token", None)
-                others = [text for text in sorted(known - {own}) if _END.search(text.lower())][:6]
+                others = [text for text in sorted(special - {own}) if _END_TOKEN.search(text.lower())][:6]
                 ends = [*([f"True ({own!r}, which may end turns)"] if own else []), *map(repr, others), "False"]
                 raise ValueError(
                     "the tokenizer adds no token after a document, so a model would not learn to end. Pass eos= to the "
@@ -238,9 +241,9 @@ class Tokenizer:
         if self.eos is not None:
             raise ValueError(f"two ends: eos={eos!r}, and {self.eos} of the Tokenizer. Pass one of them")
         token: Any = eos
-        if eos is True:  # of transformers, tiktoken or SentencePiece
-            found = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
-            token = next((each() if callable(each) else each for each in found if each is not None), None)
+        if eos is True:  # of transformers, tiktoken or SentencePiece, where it is a method
+            ids_or_methods = [getattr(tokenize, name, None) for name in ("eos_token_id", "eot_token", "eos_id")]
+            token = next((each() if callable(each) else each for each in ids_or_methods if each is not None), None)
         elif isinstance(eos, str):
             ids = list(self.piece(eos))
             token = ids[0] if len(ids) == 1 else None
@@ -254,14 +257,14 @@ class Tokenizer:
         return {"tokenizer": name, "bos": self.bos, "eos": self.eos, "pad": self.pad}
 
     def _ids_around(self) -> tuple[list[int], list[int]]:
-        """Return the ids that a tokenizer of Hugging Face adds before and after a text."""
+        """Return the ids that the tokenizer itself adds before and after a text, as those of Hugging Face do."""
         if not hasattr(self.tokenize, "get_vocab"):
             return [], []
         encode: Any = self.tokenize
-        plain, whole = list(self.piece("a")), list(_ids(encode.encode("a")))
-        for start in range(len(whole) - len(plain) + 1):
-            if whole[start : start + len(plain)] == plain:
-                return whole[:start], whole[start + len(plain) :]
+        plain, with_added = list(self.piece("a")), list(_ids(encode.encode("a")))
+        for start in range(len(with_added) - len(plain) + 1):
+            if with_added[start : start + len(plain)] == plain:
+                return with_added[:start], with_added[start + len(plain) :]
         raise ValueError(f"{type(encode).__name__} adds tokens within texts, not around them. Pass a function")
 
     def _character_spans(self, text: str) -> tuple[Ids, NDArray[np.int64] | None]:
@@ -281,21 +284,25 @@ class Tokenizer:
         else:
             return ids, None
         widths = [len(character.encode(errors="surrogatepass")) for character in text]
-        character_of_byte, ends = np.repeat(np.arange(len(text)), widths), np.cumsum(sizes)
+        character_of_byte = np.repeat(np.arange(len(text)), widths)
+        ends = np.cumsum(sizes)
         return ids, np.stack([character_of_byte[ends - sizes], character_of_byte[ends - 1] + 1], 1)
 
     def _tokens_before(self, text: str, border: int, ids: Ids) -> int:
-        """Count the tokens before a border in characters, for a tokenizer without offsets."""
+        """Count the tokens of a text before a position in characters, for a tokenizer without offsets.
+
+        `ids` are the tokens of the whole text.
+        """
         if border == len(text):
             return len(ids)
-        front = self.piece(text[:border])
-        if list(ids[: len(front)]) != list(front):
+        ids_before = self.piece(text[:border])
+        if list(ids[: len(ids_before)]) != list(ids_before):
             name = getattr(self.tokenize, "__name__", type(self.tokenize).__name__)
             raise ValueError(
                 f"{name} reads {text[max(0, border - 20) : border]!r} differently when {text[border : border + 20]!r} "
                 "follows. Pass a fast tokenizer of transformers, or end the prompt where a token ends"
             )
-        return len(front)
+        return len(ids_before)
 
 
 def joined(pieces: Sequence[Ids]) -> torch.Tensor:
@@ -324,10 +331,11 @@ def as_tokenizer(tokenizer: Tokenizer | Tokenize | None) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
 
 
-_END = re.compile(r"end|eo[stm]|/s>|sep")  # matches the texts of tokens that end a document or a turn
+_END_TOKEN = re.compile(r"end|eo[stm]|/s>|sep")  # matches the texts of tokens that end a document or a turn
 
 
 def _ids(encoded: Any) -> Ids:
+    """Return the ids of what a tokenizer's `encode` returned: ids, or an object with the attribute `ids`."""
     ids: Ids = getattr(encoded, "ids", encoded)
     return ids
 
@@ -344,20 +352,22 @@ def _identity(tokenize: Any) -> str:
         return _tiktoken_identity(tokenize)
     if hasattr(tokenize, "get_vocab"):  # slow tokenizers of transformers
         return _hash(json.dumps([type(tokenize).__qualname__, sorted(tokenize.get_vocab().items())]).encode())
-    named: Any = tokenize if hasattr(tokenize, "__qualname__") else type(tokenize)
-    return f"{named.__module__}.{named.__qualname__}"
+    function_or_class: Any = tokenize if hasattr(tokenize, "__qualname__") else type(tokenize)
+    return f"{function_or_class.__module__}.{function_or_class.__qualname__}"
 
 
 def _rules_identity(tokenizer: Any, overrides: dict[str, None]) -> str:
+    """Return a hash of the JSON of a tokenizer of `tokenizers`, with some of its fields replaced."""
     return _hash(json.dumps(json.loads(tokenizer.to_str()) | overrides, sort_keys=True).encode())
 
 
 def _tiktoken_identity(encoding: Any) -> str:
-    parts = copy.copy(encoding).__getstate__()  # the state of an encoding in tiktoken's registry is only its name
-    hashed = xxh3_128(repr((parts["pat_str"], sorted(parts["special_tokens"].items()))).encode())
-    for token, rank in sorted(parts["mergeable_ranks"].items()):
-        hashed.update(f"{token.hex()} {rank}\n".encode())
-    return f"xxh3_128:{hashed.hexdigest()}"
+    """Return a hash of the pattern, the special tokens and the vocabulary of an encoding."""
+    state = copy.copy(encoding).__getstate__()  # the state of an encoding in tiktoken's registry is only its name
+    digest = xxh3_128(repr((state["pat_str"], sorted(state["special_tokens"].items()))).encode())
+    for token, rank in sorted(state["mergeable_ranks"].items()):
+        digest.update(f"{token.hex()} {rank}\n".encode())
+    return f"xxh3_128:{digest.hexdigest()}"
 
 
 def _hash(content: bytes) -> str:

@@ -35,7 +35,10 @@ from task_encoders.parts.vision import Vision
 
 @dataclass(frozen=True)
 class KnownVideo:
-    """Facts about a video from its header, with the attributes of an open video."""
+    """Facts about a video from its header.
+
+    They have the names of an open video's attributes.
+    """
 
     duration_s: float
     fps: float
@@ -67,8 +70,8 @@ class FrameRule:
     def times(self, video: Any, *, multiple: int = 1, at: Literal["start", "middle"] = "start") -> list[float]:
         """Return the times of the chosen frames, in seconds.
 
-        Their number is a multiple of `multiple` if the video has enough. `at` chooses the start or the middle of each
-        interval. Raises ValueError if the frame rate is unknown.
+        The number of frames is a multiple of `multiple` if the video has enough. `at` chooses the start or the middle
+        of each interval. Raises ValueError if the frame rate is unknown.
         """
         total = count_frames(video)
         max_frames = min(self.max_frames, total) // multiple * multiple
@@ -163,28 +166,28 @@ class VideoTokens(FrameRule, Medium):
         """
         return self._frame_size(frames).size(width, height)
 
-    def tokenize(self, thing: Any) -> MediumTokens:
+    def tokenize(self, content: Any) -> MediumTokens:
         """Build the tokens and patches of a video.
 
         Args:
-            thing: The video, as `sample.video()` opens it.
+            content: The video, as `sample.video()` opens it.
 
         Raises:
-            ValueError: Its frame rate is unknown, or one side is over 200 times as long as the other.
+            ValueError: The frame rate is unknown, or one side is over 200 times as long as the other.
         """
-        times, size, tokens = self._plan(thing)
-        patches, grid = self.cut(thing.frames(times, size=size))
+        times, size, token_grid = self._plan(content)
+        patches, patch_grid = self.cut(content.frames(times, size=size))
         fields = {
             "video_patches": patches,
-            "video_grids": torch.tensor([grid]),
-            "video_seconds": torch.tensor([tokens.interval_s], dtype=torch.float64),
+            "video_grids": torch.tensor([patch_grid]),
+            "video_seconds": torch.tensor([token_grid.interval_s], dtype=torch.float64),
         }
-        return MediumTokens(self, tokens.tokens, fields, (tokens,))
+        return MediumTokens(self, token_grid.tokens, fields, (token_grid,))
 
     def measure(self, info: MediaHeader) -> MediumTokens:
         """Count the tokens from the duration and size of a video, without patches."""
-        *_, tokens = self._plan(KnownVideo.of(info))
-        return MediumTokens(self, tokens.tokens, {}, (tokens,))
+        _, _, token_grid = self._plan(KnownVideo.of(info))
+        return MediumTokens(self, token_grid.tokens, {}, (token_grid,))
 
     def cut(self, frames: NDArray[np.uint8]) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Cut frames into patches.
@@ -197,11 +200,11 @@ class VideoTokens(FrameRule, Medium):
             the numbers of steps, and of rows and columns of patches.
         """
         missing = -len(frames) % self.step
-        whole = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
-        steps, rows, columns = len(whole) // self.step, whole.shape[2] // self.patch, whole.shape[3] // self.patch
+        padded = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames
+        steps, rows, columns = len(padded) // self.step, padded.shape[2] // self.patch, padded.shape[3] // self.patch
         # a side of `rows` or `columns` patches is split into tokens, patches of a token, and pixels of a patch
-        high, wide = ((side // self.merge, self.merge, self.patch) for side in (rows, columns))
-        split = whole.reshape(steps, self.step, 3, *high, *wide)
+        height_split, width_split = ((side // self.merge, self.merge, self.patch) for side in (rows, columns))
+        split = padded.reshape(steps, self.step, 3, *height_split, *width_split)
         patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3, self.step, self.patch, self.patch)
         return torch.from_numpy(patches), (steps, rows, columns)
 
@@ -235,15 +238,15 @@ class VideoTokens(FrameRule, Medium):
         `video_counts`, int64 (B,).
         """
         patches = joint["video_patches"]
-        flat = normalized(patches.flatten(2, 3), self.mean, self.std)
-        return {**joint, "video_patches": flat.view(patches.shape), "video_counts": counts}
+        rows_joined = normalized(patches.flatten(2, 3), self.mean, self.std)  # (P, 3, step * patch, patch)
+        return {**joint, "video_patches": rows_joined.view(patches.shape), "video_counts": counts}
 
     def settings(self) -> dict[str, Any]:
         """Return the class and every argument, for `TaskEncoder.settings`."""
         return {"class": "VideoTokens", **asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
     def _frame_size(self, frames: int) -> NativeSize:
-        """Return the rule for the size of a frame, if `frames` frames are chosen."""
+        """Return the rule that computes the size of a frame if `frames` frames are chosen."""
         max_pixels = min(self.max_pixels, self.total_pixels * self.step // frames)
         return NativeSize(self.patch, self.merge, self.min_pixels, max(max_pixels, int(self.min_pixels * 1.05)))
 
@@ -320,7 +323,7 @@ class VideoFrames(FrameRule):
             yield frame_vision.tokenize(Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))))
 
     def measure(self, info: MediaHeader, vision: Vision) -> list[MediumTokens]:
-        """Return the token counts of each frame, from the header alone.
+        """Return the tokens of each frame, without patches, from the header alone.
 
         Args:
             info: The video's header.

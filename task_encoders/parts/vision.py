@@ -81,8 +81,8 @@ class Vision(Medium):
             ValueError: The processor, or one of its settings, is not supported.
         """
         tiles, before, after = tiles_of_processor(processor, patch)
-        images, text = processor.image_processor, processor.image_token
-        mean, std = tuple(images.image_mean), tuple(images.image_std)
+        image_processor, text = processor.image_processor, processor.image_token
+        mean, std = tuple(image_processor.image_mean), tuple(image_processor.image_std)
         token = processor.tokenizer.convert_tokens_to_ids(text)
         return cls(tiles, token, text, before, after, mean, std, decode=decode)
 
@@ -95,14 +95,14 @@ class Vision(Medium):
 
         Raises:
             OSError: The image is damaged.
-            ValueError: It has more than 8 bits per channel, and `bits` is None.
+            ValueError: The image has more than 8 bits per channel, and `bits` is None.
         """
         if self.decode == "exact" or not self.tiles.takes_scaled:
             return sample.image(part, mode="RGB", bits=self.bits, exif=self.exif)
         full = (0, 0)
 
         def needed(width: int, height: int) -> tuple[float, float]:
-            """Return the size at which the image must be decoded, and remember its full size."""
+            """Return the size at which the image must be decoded, and store its full size."""
             nonlocal full
             full = width, height
             return self.tiles.at_least(width, height)
@@ -121,18 +121,18 @@ class Vision(Medium):
         """
         return normalized(patches, self.mean, self.std)
 
-    def tokenize(self, thing: Image.Image | ScaledImage) -> MediumTokens:
+    def tokenize(self, content: Image.Image | ScaledImage) -> MediumTokens:
         """Build the tokens and patches of an RGB image.
 
         Args:
-            thing: The image, of any size.
+            content: The image, of any size.
 
         Raises:
             ValueError: There are no tiles for its shape.
         """
-        patches, grids = self.tiles.cut(thing)
+        patches, grids = self.tiles.cut(content)
         fields = {"patches": patches, "grids": grids, "tile_counts": torch.tensor([len(grids)])}
-        return self._medium_tokens(grids, fields, self.tiles.texts(thing.width, thing.height))
+        return self._medium_tokens(grids, fields, self.tiles.texts(content.width, content.height))
 
     def measure(self, info: MediaHeader) -> MediumTokens:
         """Count the tokens from the size of the image, without patches."""
@@ -141,7 +141,7 @@ class Vision(Medium):
         if (sizes := self.tiles.sizes(info.width, info.height)) is None:
             raise Unmeasured
         patch = self.tiles.patch
-        grids = torch.tensor([(high // patch, wide // patch) for wide, high in sizes])
+        grids = torch.tensor([(height // patch, width // patch) for width, height in sizes])
         return self._medium_tokens(grids, {}, self.tiles.texts(info.width, info.height))
 
     def pieces(self, tokens: MediumTokens) -> Iterator[str | MediumTokens]:
@@ -209,6 +209,7 @@ class Vision(Medium):
     def _medium_tokens(
         self, grids: torch.Tensor, fields: dict[str, torch.Tensor], texts: tuple[str, ...]
     ) -> MediumTokens:
+        """Return the tokens of an image whose tiles have these grids of patches."""
         merge = self.tiles.merge
         shapes = tuple(Grid(1, rows // merge, columns // merge) for rows, columns in grids.tolist())
         return MediumTokens(self, self.tiles.tokens(grids), fields, shapes, texts)

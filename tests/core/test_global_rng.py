@@ -236,7 +236,7 @@ def test_numpys_state_is_restored_with_its_cached_normal(normals: int) -> None:
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_pythons_state_is_restored_with_its_cached_normal(in_memory: bool, monkeypatch: Any) -> None:
     if not in_memory:
-        monkeypatch.setattr(global_rng, "_python_words", lambda: None)
+        monkeypatch.setattr(global_rng, "_python_access", lambda: (random.getstate, random.setstate))
     for work in (random.random, random.gauss, lambda: random.seed(3), lambda: None):
         for normals in range(3):
             random.seed(7)
@@ -251,7 +251,7 @@ def test_pythons_whole_state_is_read_in_memory() -> None:
     random.seed(3)
     for _ in range(700):
         *words, position = random.getstate()[1]
-        assert global_rng._python_words().raw == struct.pack("=i624I", position, *words)
+        assert global_rng._python_access()[0]()[0] == struct.pack("=i624I", position, *words)
         random.random()
 
 

@@ -527,14 +527,21 @@ def test_any_draw_and_any_seed_moves_a_state(draw: Callable[[], Any]) -> None:
                 assert seed is not None
 
 
-def test_fast_numpy_state_equals_that_of_get_state() -> None:
+def test_fast_numpy_state_equals_that_of_get_state_with_its_cached_normal() -> None:
+    read, write = global_rng._accesses(("numpy",))[0]
     np.random.seed(3)
-    for _ in range(700):
-        words, position = np.random.get_state()[1:3]
-        assert global_rng._numpy_bytes() == words.tobytes() + np.int32(position).tobytes()
-        np.random.bytes(4)
+    for number in range(700):
+        words, position, has_normal, normal = np.random.get_state()[1:]
+        state = read()
+        assert state[0] == words.tobytes() + np.int32(position).tobytes()
+        assert state[1] == np.int64(has_normal).tobytes() + np.float64(normal).tobytes()
+        np.random.standard_normal() if number % 3 else np.random.bytes(4)
+        following = np.random.standard_normal(3).tolist()
+        write(state)
+        np.random.standard_normal() if number % 3 else np.random.bytes(4)
+        assert np.random.standard_normal(3).tolist() == following
 
 
 def test_no_two_processes_and_rows_have_the_same_states() -> None:
     keys = [global_rng._start_states(process, True) for process in (1, 2)]
-    assert len({outputs for states in keys for _, outputs in states}) == 8
+    assert len({repr(next(states)[1]) for states in keys for _ in range(8)}) == 8

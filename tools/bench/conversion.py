@@ -67,8 +67,8 @@ def convert(bench: Bench) -> None:
 def write_pairs(folder: Path, count: int) -> None:
     """Write `count` JPEGs of about 37 kB, each with a caption of one line."""
     folder.mkdir(parents=True)
-    draw = np.random.default_rng(0)
-    small = [Image.fromarray(draw.integers(0, 255, (48, 48, 3), np.uint8)) for _ in range(50)]
+    rng = np.random.default_rng(0)
+    small = [Image.fromarray(rng.integers(0, 255, (48, 48, 3), np.uint8)) for _ in range(50)]
     images = [jpeg_of(each.resize((256, 256)), 95) for each in small]
     caption = "a picture of nothing in particular, in colours that were drawn by chance; number {}"
     for number in range(count):

@@ -56,10 +56,10 @@ def prepare(folder: Path, name: str) -> Path:
 
 def json_record(number: int) -> dict[str, Any]:
     """Build a record whose JSON is about 1 kB long."""
-    draw = np.random.default_rng(number)
-    words = [f"w{word:05d}" for word in draw.integers(0, 50_000, 120)]
+    rng = np.random.default_rng(number)
+    words = [f"w{word:05d}" for word in rng.integers(0, 50_000, 120)]
     url = f"http://example.com/{number}"
-    return {"id": number, "url": url, "score": float(draw.random()), "text": " ".join(words)}
+    return {"id": number, "url": url, "score": float(rng.random()), "text": " ".join(words)}
 
 
 def short_record(number: int) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def write_litdata(folder: Path) -> None:
 
 def write_images(folder: Path, shards: int = 2, per_shard: int = 6_000) -> None:
     """Write tars of images with captions. There are 64 distinct images, 256 × 256 pixels and 25 kB each."""
-    draw = np.random.default_rng(0)
-    small = [Image.fromarray(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
+    rng = np.random.default_rng(0)
+    small = [Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)) for _ in range(64)]
     images = [jpeg_of(each.resize((256, 256), Image.Resampling.NEAREST), 93) for each in small]
     for shard in range(shards):
         samples = ({"jpg": images[i % 64], "txt": b"a picture"} for i in range(per_shard))
@@ -131,9 +131,9 @@ def write_photos(folder: Path, width: int, height: int, distinct: int, samples: 
 
 def write_random(folder: Path, *, shards: int, samples: int, size: int, part: str = "bin") -> None:
     """Write shards whose samples have one part of random bytes."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for shard in range(shards):
-        write_tar(folder / f"{shard:06d}.tar", ({part: draw.bytes(size)} for _ in range(samples)))
+        write_tar(folder / f"{shard:06d}.tar", ({part: rng.bytes(size)} for _ in range(samples)))
 
 
 def write_videos(folder: Path, distinct: int = 6, videos: int = 60) -> None:
@@ -152,14 +152,14 @@ def _video(seed: int, frames: int = 600, width: int = 640, height: int = 360) ->
     """Encode a video of a camera that pans over a `scene`, with sensor noise in each frame."""
     import av
 
-    file, draw = io.BytesIO(), np.random.default_rng(seed)
+    file, rng = io.BytesIO(), np.random.default_rng(seed)
     wide = np.asarray(scene(width + frames, height + frames // 4, seed)).astype(np.int16)
     with av.open(file, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=30, options={"preset": "veryfast", "g": "60"})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for i in range(frames):
             view = wide[i // 4 : i // 4 + height, i : i + width]
-            noisy = (view + draw.integers(-4, 5, (height, width, 1), np.int16)).clip(0, 255).astype(np.uint8)
+            noisy = (view + rng.integers(-4, 5, (height, width, 1), np.int16)).clip(0, 255).astype(np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(noisy, "rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
@@ -196,13 +196,13 @@ def jpeg_of(image: Image.Image, quality: int = 90, subsampling: str = "4:2:0") -
 
 def scene(width: int, height: int, seed: int) -> Image.Image:
     """Draw an image with the frequency spectrum of a photograph: equal noise in each octave, and sensor noise."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     pixels = np.zeros((height, width, 3), np.float32)
     for octave in range(1, 9):
-        grid = draw.normal(0, 14, (max(2, height >> octave), max(2, width >> octave), 2)).astype(np.float32)
+        grid = rng.normal(0, 14, (max(2, height >> octave), max(2, width >> octave), 2)).astype(np.float32)
         grey, tint = (resize_smoothly(grid[..., channel], width, height) for channel in range(2))
         pixels += grey[..., None] + 0.3 * tint[..., None] * np.array([1, 0, -1], np.float32)
-    noise = draw.standard_normal((height, width, 1), np.float32) * 2
+    noise = rng.standard_normal((height, width, 1), np.float32) * 2
     return Image.fromarray(np.clip(pixels + noise + 118, 0, 255).astype(np.uint8))
 
 
@@ -221,10 +221,10 @@ def digits_in_scenes(width: int, height: int) -> list[tuple[bytes, int]]:
     loaded, digits = load_digits(), []
     backgrounds = [np.asarray(scene(width, height, seed), np.float32) for seed in range(16)]
     for number, (grey, label) in enumerate(zip(loaded.images, loaded.target, strict=True)):
-        draw = np.random.default_rng(number)
-        side = int(draw.integers(height // 2, height * 3 // 4))
-        left, upper = int(draw.integers(width - side)), int(draw.integers(height - side))
-        pixels = np.roll(backgrounds[number % 16], tuple(draw.integers(0, 300, 2)), (0, 1))
+        rng = np.random.default_rng(number)
+        side = int(rng.integers(height // 2, height * 3 // 4))
+        left, upper = int(rng.integers(width - side)), int(rng.integers(height - side))
+        pixels = np.roll(backgrounds[number % 16], tuple(rng.integers(0, 300, 2)), (0, 1))
         pixels[upper : upper + side, left : left + side] += 5 * resize_smoothly(np.float32(grey), side, side)[..., None]
         digits.append((jpeg_of(Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))), int(label)))
     return digits

@@ -89,13 +89,13 @@ class Crops(energon.DefaultTaskEncoder):  # type: ignore[misc]
 
 def write(folder: Path, samples: int) -> None:
     """Write one dataset of texts and one of images."""
-    draw = random.Random(1)
+    rng = random.Random(1)
     pixels = np.random.default_rng(1).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     jpeg = jpeg_of(Image.fromarray(pixels).resize((320, 240)), 75)
     for name, (count, yaml) in {"texts": (samples, CRUDE), "images": (samples // 4, CAPTIONS)}.items():
         with sp.ShardWriter(folder / name, max_samples=1000) as writer:
             for number in range(count):
-                text = "".join(draw.choices("abcdefgh ", k=draw.randint(100, 400)))
+                text = "".join(rng.choices("abcdefgh ", k=rng.randint(100, 400)))
                 parts: dict[str, Any] = {"json": {"id": number, "text": text}}
                 if name == "images":
                     parts = {"jpg": jpeg, "txt": text}

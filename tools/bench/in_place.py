@@ -45,13 +45,13 @@ def write_rows(folder: Path, payload: int = 0, *, arrow: bool = False) -> None:
     Images are {"bytes", "path"} as in Hugging Face datasets. A row group has 1,000 rows. There are fewer rows if they
     have images.
     """
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     count = ROWS // 6 if not payload else ROWS // 24
     for file in range(6):
         numbers = range(file * count, (file + 1) * count)
         columns: dict[str, Any] = {"id": list(numbers), "caption": [f"{number} ".ljust(200, "x") for number in numbers]}
         if payload:
-            columns["image"] = [{"bytes": draw.bytes(payload), "path": f"{number}.jpg"} for number in numbers]
+            columns["image"] = [{"bytes": rng.bytes(payload), "path": f"{number}.jpg"} for number in numbers]
         table = pa.table(columns)
         if arrow:
             with pa.ipc.new_file(folder / f"{file}.arrow", table.schema) as writer:
@@ -91,14 +91,14 @@ def write_mds(folder: Path, *, compressed: bool = False) -> None:
     """Write MDS: forty shards of 1,000 samples, compressed by zstd if `compressed`."""
     import zstandard
 
-    draw, shards = np.random.default_rng(0), []
+    rng, shards = np.random.default_rng(0), []
     columns = {"column_names": ["id", "caption", "image"], "column_encodings": ["int", "str", "bytes"]}
     for shard in range(40):
         records = []
         for number in range(1_000 * shard, 1_000 * shard + 1_000):
             text = f"caption number {number} ".encode() * 6
             sizes = struct.pack("<IIq", len(text), 2_000, number)
-            records.append(sizes + text + draw.bytes(2_000))
+            records.append(sizes + text + rng.bytes(2_000))
         offsets = np.cumsum([4 + 4 * (len(records) + 1), *map(len, records)]).astype("<u4")
         raw = struct.pack("<I", len(records)) + offsets.tobytes() + b"".join(records)
         name = f"shard.{shard:05d}.mds"
@@ -147,9 +147,9 @@ def our_rows(item: Callable[[sp.Sample], Any], folder: Path) -> Iterator[Any]:
     return batches(sp.ShuffleBuffer(custom.ParquetReader(folder, sp.Lane(seed=1)), size=BUFFER), item)
 
 
-def our_arrow(item: Callable[[sp.Sample], Any], worker: bool, folder: Path) -> Iterator[Any]:
+def our_arrow(item: Callable[[sp.Sample], Any], as_worker: bool, folder: Path) -> Iterator[Any]:
     """Yield batches of shuffled Arrow rows from our reader, as in a worker or as in the trainer's process."""
-    if worker:  # a worker maps the files, whereas the trainer reads them
+    if as_worker:  # a worker maps the files, whereas the trainer reads them
         become_replaced()
     return batches(sp.ShuffleBuffer(custom.ArrowReader(folder, sp.Lane(seed=1)), size=BUFFER), item)
 
@@ -163,8 +163,8 @@ def our_tokens(folder: Path) -> Iterator[Any]:
 def bare_memmap(folder: Path) -> Iterator[Any]:
     """Yield batches of shuffled windows of tokens from a memory-mapped file."""
     tokens = np.memmap(folder / "a.bin", dtype=np.uint16, mode="r")
-    draw = np.random.default_rng(1)
-    windows = itertools.chain.from_iterable(draw.permutation((len(tokens) - 1) // 2048) for _ in itertools.count())
+    rng = np.random.default_rng(1)
+    windows = itertools.chain.from_iterable(rng.permutation((len(tokens) - 1) // 2048) for _ in itertools.count())
     return chunks(np.array(tokens[n * 2048 : n * 2048 + 2049]).astype(np.int64) for n in windows)
 
 

@@ -66,10 +66,10 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.data.shards.tar_format import TarIndexHeader
 
-    columns, draw = Columns(), np.random.default_rng(0)
+    columns, rng = Columns(), np.random.default_rng(0)
     zeros = np.zeros(samples, "<u8")
     check = check_of(zeros, zeros, zeros)  # the rows are a hole of the file, which reads as zeros
-    for shard, digest in enumerate(draw.integers(0, 1 << 63, shards).tolist()):
+    for shard, digest in enumerate(rng.integers(0, 1 << 63, shards).tolist()):
         path = root / shard_name(shard)
         if not shard % SHARDS_PER_FOLDER:
             path.parent.mkdir(parents=True)
@@ -110,12 +110,12 @@ def write_one(folder: str, shards: int) -> Measurements:
     from savable_pipeline.data.shards.tar_format import TarColumns
     from savable_pipeline.data.stores.tar_store import TARS
 
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     starts, zeros = (np.arange(SAMPLES, dtype="<u8") * 1024).data, memoryview(bytes(4 * SAMPLES))
 
     def tables() -> Iterator[Any]:
         for i in range(shards):
-            sizes = draw.integers(1, 512, SAMPLES).astype("<u8").data
+            sizes = rng.integers(1, 512, SAMPLES).astype("<u8").data
             rows = TarColumns(starts, 0, [(("bin", 1),)], zeros, sizes)
             yield rows.table(ShardEntry(shard_name(i), SHARD_BYTES, SAMPLES, i))
 

@@ -150,13 +150,13 @@ def psnr(sample: sp.Sample, size: int) -> tuple[list[float], set[int]]:
 
 def scale_of(sample: sp.Sample, size: int, number: int) -> int:
     """Return the denominator of the size at which a JPEG is decoded for a crop: 1, 2, 4 or 8."""
-    boxes = []  # boxes of the crop in the full image
+    boxes = []  # the box of the crop in the full image, once it is drawn
 
-    def box(width: int, height: int) -> tuple[int, int, int, int]:
+    def draw_box(width: int, height: int) -> tuple[int, int, int, int]:
         boxes.append(random_box((width, height), (0.5, 1.0), sp.Rng(number)))
         return boxes[0]
 
-    left, _, right, _ = sample.image(at_least=(size, size), box=box).info["box"]
+    left, _, right, _ = sample.image(at_least=(size, size), box=draw_box).info["box"]
     return int((boxes[0][2] - boxes[0][0]) / (right - left) + 0.5)
 
 

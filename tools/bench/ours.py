@@ -115,6 +115,7 @@ def index_batches(folder: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def _offset(sample: Any) -> int:
+    """Return where a sample starts in its shard, which the index states."""
     return int(sample.offset)
 
 
@@ -125,6 +126,7 @@ def blend_batches(sources: int, folder: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def _blend(tars: list[str], encoder: sp.TaskEncoder, lane: sp.Lane) -> custom.Stage:
+    """Build a lane that blends shards, each a source."""
     sources: dict[str, custom.SampleStage] = {Path(tar).stem: sp.TarShardReader(tar, lane) for tar in tars}
     return sp.Batcher(sp.Encode(sp.Blend(sources), encoder), size=BATCH)
 

@@ -123,7 +123,7 @@ class Lengths(sp.TaskEncoder):
         return item
 
     def cut(self, item: int, start: int, stop: int) -> int:
-        """Return the length of the part."""
+        """Return the length of the tokens `start` to `stop - 1`."""
         return stop - start
 
     def images(self, item: int) -> int:
@@ -161,7 +161,8 @@ class KnownSizes(ChunkedStage, custom.ItemStage):
             return []
         self.taken += 1
         ref = (self.taken - 1, 0, 0)
-        return [Element(ref, size[0]) if self._encoded else Element(ref, sizes=(size,))]
+        length, _ = size
+        return [Element(ref, length) if self._encoded else Element(ref, sizes=(size,))]
 
     def fetch(self, ref: Any) -> Any:
         """Return the index of the document."""
@@ -263,10 +264,10 @@ def balance(bench: Bench) -> None:
             name = f"{settings['max_length']:,} tokens{', cost of ' + f'{limit:,}' if 'cost' in settings else ''}"
             console.print(f"{name:34}{format_waiting(costs[:, last // 2 : last]):>20}  efficiency {efficiency:.1%}")
             for candidates in (16, 32, 64):
-                yielded, waits, us = balance_costs(costs, candidates=candidates, slots=last)
+                yielded, waits, pack_us = balance_costs(costs, candidates=candidates, slots=last)
                 longest, p99 = waits.max() / candidates, np.percentile(waits, 99) / candidates
                 name = f"  Balance(candidates={candidates:2})"
-                delays = f"delayed {longest:.1f}, {p99:.1f}, {us:.0f} µs a pack"
+                delays = f"delayed {longest:.1f}, {p99:.1f}, {pack_us:.0f} µs a pack"
                 console.print(f"{name:39}{format_waiting(yielded[:, last // 2 :]):>15}  {delays}")
 
 
@@ -287,7 +288,8 @@ def buckets(bench: Bench) -> None:
         waits = []
         for cost in (length_as_cost, corpus.cost):
             costs, efficiency = pack_costs(corpus, cost, last + CANDIDATES, max_length=corpus.longest)
-            waits.append(format_waiting(balance_costs(costs, candidates=CANDIDATES, slots=last)[0][:, last // 2 :]))
+            yielded, *_ = balance_costs(costs, candidates=CANDIDATES, slots=last)
+            waits.append(format_waiting(yielded[:, last // 2 :]))
         console.print(f"OnlinePacker, Balance(candidates={CANDIDATES}): {1 - efficiency:.1%}, {', '.join(waits)}")
 
 

@@ -85,6 +85,7 @@ def crop_by_torchvision(sample: Mapping[str, bytes]) -> Any:
 
 @functools.cache
 def _crop() -> Any:
+    """Return the transform that crops and flips at random."""
     from torchvision.transforms import v2
 
     return v2.Compose([v2.RandomResizedCrop(SIDE, SCALE, antialias=True), v2.RandomHorizontalFlip()])
@@ -365,9 +366,8 @@ def _litdata(folder: Path, collate: Collate, *, buffer: int, rank: int, ranks: i
     return litdata(folder, collate, **settings)
 
 
-LOADERS: dict[
-    str, tuple[str, Callable[..., Iterator[Any]]]
-] = {  # the data set that each reads, and a function that yields its batches
+# the data set that each loader reads, and a function that yields its batches
+LOADERS: dict[str, tuple[str, Callable[..., Iterator[Any]]]] = {
     "torch DataLoader": ("few-json", _torch),
     "webdataset": ("few-json", _web_dataset),
     "Energon": ("few-json", _energon),
@@ -389,10 +389,10 @@ def batches(name: str, folder: str, *numbers: str) -> None:
     *counts, method = numbers
     workers, rank, ranks, count = map(int, counts)
     if name in LOADERS:
-        options = {"num_workers": workers, "multiprocessing_context": method if workers else None}
-        loader = LOADERS[name][1](
-            Path(folder), collecting, size=BATCH, buffer=BUFFER, rank=rank, ranks=ranks, **options
-        )  # fmt: skip
+        options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": method if workers else None}
+        options |= {"size": BATCH, "buffer": BUFFER, "rank": rank, "ranks": ranks}
+        _, open_batches = LOADERS[name]
+        loader = open_batches(Path(folder), collecting, **options)
     else:
         import ours
 
@@ -412,9 +412,9 @@ def batches(name: str, folder: str, *numbers: str) -> None:
 _read = functools.cache(Path.read_bytes)  # some decoders read from memory
 
 
-def _times(duration_s: float, draw: random.Random) -> list[float]:
+def _times(duration_s: float, rng: random.Random) -> list[float]:
     """Draw the times of a clip's frames, in seconds."""
-    start = draw.random() * (duration_s - LENGTH_S)
+    start = rng.random() * (duration_s - LENGTH_S)
     return [start + n / FPS for n in range(round(LENGTH_S * FPS))]
 
 
@@ -422,12 +422,12 @@ def pyav(interpolation: str) -> Decoder:
     """Return a decoder by PyAV as in its documentation: seek, decode, and convert the frames that are needed."""
     import av
 
-    def clip(path: Path, draw: random.Random) -> Any:
+    def clip(path: Path, rng: random.Random) -> Any:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             stream.thread_type, stream.codec_context.thread_count = "NONE", 1
             assert stream.duration is not None and stream.time_base is not None
-            times = _times(float(stream.duration * stream.time_base), draw)
+            times = _times(float(stream.duration * stream.time_base), rng)
             container.seek(int(times[0] / stream.time_base), stream=stream)
             frames: list[Any] = []
             last: Any = None  # the last frame that starts at or before the next time
@@ -445,6 +445,7 @@ def pyav(interpolation: str) -> Decoder:
 
 
 def _pixels(frame: Any, interpolation: str) -> Any:
+    """Resize a frame: uint8 (224, 224, 3)."""
     return frame.reformat(width=SIDE, height=SIDE, format="rgb24", interpolation=interpolation).to_ndarray()
 
 
@@ -454,9 +455,9 @@ def energon_clips() -> Decoder:
 
     warnings.simplefilter("ignore")
 
-    def clip(path: Path, draw: random.Random) -> Any:
+    def clip(path: Path, rng: random.Random) -> Any:
         decoder = AVDecoder(io.BytesIO(_read(path)))
-        times = _times(decoder.get_metadata().video_duration, draw)
+        times = _times(decoder.get_metadata().video_duration, rng)
         frames, _ = decoder.get_video_clips([(time, time) for time in times], "seconds", (SIDE, SIDE))
         import torch
 
@@ -472,9 +473,9 @@ def torchcodec() -> Decoder:
 
     resize = Resize((SIDE, SIDE))
 
-    def clip(path: Path, draw: random.Random) -> Any:
+    def clip(path: Path, rng: random.Random) -> Any:
         decoder = VideoDecoder(_read(path), transforms=[resize], num_ffmpeg_threads=1)
-        return decoder.get_frames_played_at(_times(decoder.metadata.duration_seconds, draw)).data.contiguous()
+        return decoder.get_frames_played_at(_times(decoder.metadata.duration_seconds, rng)).data.contiguous()
 
     return clip
 
@@ -489,10 +490,10 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
 
 def clips(name: str, folder: str, seed: str) -> None:
     """Decode as many clips as each line of stdin says, and print that number."""
-    paths, draw = sorted(Path(folder).glob("*.mp4")), random.Random(int(seed))
+    paths, rng = sorted(Path(folder).glob("*.mp4")), random.Random(int(seed))
     try:
         clip = DECODERS[name]()
-        frames = clip(paths[0], draw)
+        frames = clip(paths[0], rng)
         assert tuple(frames.shape) == (round(LENGTH_S * FPS), 3, SIDE, SIDE), frames.shape
         print("ready", flush=True)
     except (ImportError, RuntimeError) as error:
@@ -500,7 +501,7 @@ def clips(name: str, folder: str, seed: str) -> None:
         return
     for line in sys.stdin:
         for _ in range(int(line)):
-            clip(draw.choice(paths), draw)
+            clip(rng.choice(paths), rng)
         print(int(line), flush=True)
 
 

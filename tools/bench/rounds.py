@@ -95,13 +95,13 @@ class Bench:
                 except (ImportError, ChildProcessError) as error:
                     console.print(f"{name} is skipped: {str(error)[-500:]}", markup=False)
                     del costs_by_way[name]
-        heads = (f"wall time per {unit}", "ratio to first", f"CPU time per {unit}", "ratio to first", "memory")
-        table = Table("", *heads, title=title, title_justify="left")
+        headings = (f"wall time per {unit}", "ratio to first", f"CPU time per {unit}", "ratio to first", "memory")
+        table = Table("", *headings, title=title, title_justify="left")
         for name, costs in costs_by_way.items():
             baseline = costs_by_way.get(first, costs)
             wall, first_wall = ([cost.wall_s / cost.units for cost in row] for row in (costs, baseline))
             cpu, first_cpu = ([cost.cpu_s / cost.units for cost in row] for row in (costs, baseline))
-            cells = (_time(wall), ratios(wall, first_wall), _time(cpu), ratios(cpu, first_cpu))
+            cells = (_format_time(wall), ratios(wall, first_wall), _format_time(cpu), ratios(cpu, first_cpu))
             memory = max(cost.memory for cost in costs)
             table.add_row(name, *cells, f"{memory / 1e6:,.0f} MB" if memory else "")
         console.print(table)
@@ -117,8 +117,8 @@ def ratios(values: list[float], base: list[float]) -> str:
     return spread([value / divisor for value, divisor in zip(values, base, strict=True)]) if all(base) else ""
 
 
-def _time(values: list[float]) -> str:
-    """Format the median of seconds, in the largest unit in which it is at least 1."""
+def _format_time(values: list[float]) -> str:
+    """Format the median of some times in seconds, in the largest unit in which it is at least 1."""
     seconds = statistics.median(values)
     scale, unit = next(((n, name) for n, name in ((1, "s"), (1e3, "ms")) if seconds * n >= 1), (1e6, "µs"))
     return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
@@ -130,7 +130,8 @@ def cpu_seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:  # the process has just ended
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
+    user_ticks, system_ticks = map(int, fields[11:13])
+    return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
 
 
 def children(pid: int) -> list[int]:
@@ -264,6 +265,7 @@ def run_ranks(train: Callable[..., None], ranks: int, *arguments: Any) -> list[A
 
 
 def _join_and_train(rank: int, ranks: int, store: str, train: Callable[..., None], *arguments: Any) -> None:
+    """Join the process group of a run, and train as one of its ranks."""
     import torch
 
     torch.set_num_threads(1)

@@ -44,28 +44,29 @@ def all_breaks() -> list[Any]:
     return breaks
 
 
-def count_matches(each: Any) -> int:
+def count_matches(mistake: Any) -> int:
     """Count how often the old text of a break is in its file. It must be there once."""
-    path = ROOT / each.file
-    return path.read_text().count(each.old) if path.exists() else 0
+    path = ROOT / mistake.file
+    return path.read_text().count(mistake.old) if path.exists() else 0
 
 
-def try_break(each: Any, *, workers: int, likely_only: bool) -> Outcome:
+def try_break(mistake: Any, *, workers: int, likely_only: bool) -> Outcome:
     """Apply a break to a copy of the repository, and run the tests there.
 
     Args:
-        each: The `Break`.
+        mistake: The `Break`.
         workers: Processes of pytest.
-        likely_only: Run only the tests that most likely catch it.
+        likely_only: Whether to run only the tests that most likely catch it.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="break-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_IGNORED), symlinks=True)
-        path = copy / each.file
-        path.write_text(path.read_text().replace(each.old, each.new))
+        path = copy / mistake.file
+        path.write_text(path.read_text().replace(mistake.old, mistake.new))
         _check_copy_is_imported(copy)
-        caught_by = _run_tests(copy, [name for name in each.tests if (copy / name).exists()], workers, _LIKELY_LIMIT_S)
+        likely = [name for name in mistake.tests if (copy / name).exists()]
+        caught_by = _run_tests(copy, likely, workers, _LIKELY_LIMIT_S)
         if not caught_by and not likely_only:
             caught_by = _run_tests(copy, ["tests"], workers, _SUITE_LIMIT_S)
     return Outcome(caught_by, time.monotonic() - start)
@@ -81,6 +82,7 @@ def _check_copy_is_imported(copy: Path) -> None:
 
 
 def _environment(copy: Path) -> dict[str, str]:
+    """Return the environment in which Python imports the packages of the copy."""
     return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -114,9 +116,8 @@ def main() -> int:
     parser.add_argument("--likely", action="store_true", help="run only the tests that catch a break most likely")
     arguments = parser.parse_args()
     breaks = [each for each in all_breaks() if arguments.only is None or each.name in arguments.only]
-    if wrong := [
-        f"{each.name}: {count_matches(each)} times in {each.file}" for each in breaks if count_matches(each) != 1
-    ]:
+    counts = {each: count_matches(each) for each in breaks}
+    if wrong := [f"{each.name}: {count} times in {each.file}" for each, count in counts.items() if count != 1]:
         print("the old text of a break must be in its file once; adapt the edit:", *wrong, sep="\n  ")
         return 2
     caught = 0

@@ -54,9 +54,9 @@ def write_classes(folder: Path) -> None:
 
 def write_pairs(folder: Path) -> None:
     """Write images of one digit above another, each with two captions."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     for number, upper in enumerate(digits()):
-        lower = draw.choice(digits())
+        lower = rng.choice(digits())
         canvas = np.zeros((16, 16), "uint8")
         canvas[:8, 4:12], canvas[8:, 4:12] = upper.pixels, lower.pixels
         Image.fromarray(canvas).save(folder / f"{number:04}.png")
@@ -68,7 +68,8 @@ def write_chats(folder: Path) -> None:
     """Write conversations about one to three digits, alternately in the formats of LLaVA and OpenAI."""
     for number in range(len(digits()) - 3):
         shown = digits()[number : number + 1 + number % 3]
-        names, largest = ", ".join(digit.name for digit in shown), max(shown, key=lambda digit: digit.number)
+        names = ", ".join(digit.name for digit in shown)
+        largest = max(shown, key=lambda digit: digit.number)
         turns = [("Which digits are these?", names), ("Which is the largest?", largest.name)]
         for position, digit in enumerate(shown):
             Image.fromarray(digit.pixels).save(folder / f"{number:04}.{position}.png")
@@ -107,10 +108,10 @@ def write_documents(folder: Path) -> None:
 
 def write_sounds(folder: Path) -> None:
     """Write audio of two or three digits dialled on a telephone, with their names."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for number in range(len(digits()) - 3):
         dialled = digits()[number : number + 2 + number % 2]
-        sound = np.concatenate([dialled_tone(key_of(digit.number), draw) for digit in dialled])
+        sound = np.concatenate([dialled_tone(key_of(digit.number), rng) for digit in dialled])
         with wave.open(str(folder / f"{number:04}.wav"), "wb") as file:
             file.setparams((1, 2, RATE, len(sound), "NONE", ""))
             file.writeframes((8_000 * sound).astype("<i2").tobytes())
@@ -123,11 +124,11 @@ def key_of(number: int) -> tuple[int, int]:
     return ROWS[position // 3], COLUMNS[position % 3]
 
 
-def dialled_tone(tones: tuple[int, int], draw: np.random.Generator) -> Any:
+def dialled_tone(tones: tuple[int, int], rng: np.random.Generator) -> Any:
     """Return fading tones with noise for 0.2 to 0.3 s, float64 (n,)."""
-    time = np.arange(draw.integers(int(0.2 * RATE), int(0.3 * RATE))) / RATE
+    time = np.arange(rng.integers(int(0.2 * RATE), int(0.3 * RATE))) / RATE
     sound = sum(np.sin(2 * np.pi * tone * time) for tone in tones) * np.exp(-10 * time)
-    return sound + draw.normal(0, 0.02, len(time))
+    return sound + rng.normal(0, 0.02, len(time))
 
 
 def write_videos(folder: Path) -> None:

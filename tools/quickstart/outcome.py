@@ -33,7 +33,10 @@ class Trial:
 
 
 def first_difference(expected: Log, found: Sequence[Log], steps: int) -> str | None:
-    """Describe the first of `steps` steps that differs from `expected` in a log, or that no log has; else None."""
+    """Describe the first of `steps` steps that differs from `expected` in a log, or that no log has.
+
+    Returns None if there is no such step.
+    """
     for step in range(steps):
         entries = [log[step] for log in found if step in log]
         if step not in expected or not entries:
@@ -76,6 +79,7 @@ def draw(trials: Sequence[Trial], path: Path) -> None:
 
 
 def _draw_trial(trial: Trial, axis: Any) -> None:
+    """Draw the losses of a trial, and mark its kill and resume."""
     kill, resume = max(trial.killed), min(trial.resumed)
     axis.plot(*_curve(trial.uninterrupted), color="0.8", linewidth=6, label="never stopped")
     axis.plot(*_curve(trial.killed), color="tab:blue", linewidth=1.6, label=f"until SIGKILL in step {kill + 1}")
@@ -88,4 +92,5 @@ def _draw_trial(trial: Trial, axis: Any) -> None:
 
 
 def _curve(log: Log) -> tuple[list[int], list[float]]:
+    """Return the steps of a log, and their losses."""
     return list(log), [float.fromhex(entry["loss"]) for entry in log.values()]

@@ -67,6 +67,7 @@ class Run:
 
 
 def _call(target: Callable[..., None], path: Path, arguments: tuple[object, ...]) -> None:
+    """Call the function of a run in its process."""
     # Ctrl-C reaches all processes, and only the parent should print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     target(path, *arguments)

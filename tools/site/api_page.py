@@ -33,6 +33,7 @@ class ApiPage(griffe.Extension):
 
 
 def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
+    """Yield an object and all objects in it."""
     yield parent
     for member in parent.members.values():
         if isinstance(member, griffe.Object):
@@ -47,6 +48,7 @@ def _show_new(kind: griffe.Class) -> None:
 
 
 def _show_settings(package: griffe.Module) -> None:
+    """Show the settings of `RecordReader` for each reader that takes `**settings`."""
     base = package[f"{_READERS}.reader.RecordReader"]
     names = set(package[f"{_READERS}.reader.ReaderSettings"].attributes)
     settings = [each for each in base.members["__init__"].parameters if each.name in names]

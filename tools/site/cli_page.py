@@ -35,9 +35,9 @@ def text() -> str:
     """Return the page."""
     page = HEAD
     commands = list(commands_of(typer.main.get_command(app)))
-    for panel, found in groupby(commands, key=lambda each: each[2]):
+    for panel, commands_of_panel in groupby(commands, key=lambda name_command_panel: name_command_panel[2]):
         page += f"\n## {panel}\n" if panel else ""
-        page += "".join(_section(name, command) for name, command, _ in found)
+        page += "".join(_section(name, command) for name, command, _ in commands_of_panel)
     return page
 
 
@@ -47,13 +47,15 @@ def commands_of(group: Any, path: str = "savable", panel: str = "") -> Iterator[
     Commands of groups are included.
     """
     for name in group.list_commands(None):
-        command, full = group.commands[name], f"{path} {name}"
-        own = getattr(command, "rich_help_panel", None)
-        own = own if isinstance(own, str) else panel
-        yield from commands_of(command, full, own) if hasattr(command, "commands") else [(full, command, own)]
+        command, full_name = group.commands[name], f"{path} {name}"
+        own_panel = getattr(command, "rich_help_panel", None)
+        own_panel = own_panel if isinstance(own_panel, str) else panel
+        is_group = hasattr(command, "commands")
+        yield from commands_of(command, full_name, own_panel) if is_group else [(full_name, command, own_panel)]
 
 
 def _section(name: str, command: Any) -> str:
+    """Return the section of a command, with its usage, help and options."""
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([name, *(f"[{_metavar(each)}]" if not each.required else _metavar(each) for each in arguments)])
     rows = [(f"`{_metavar(each)}`", _plain(each.help)) for each in arguments if each.help]

@@ -80,8 +80,9 @@ class Run:
 
 def _compare(pipeline: Any, expected: list[str], before: tuple[int, int], after: tuple[int, int], saves: int) -> Row:
     """Save after each of `saves` steps with the ranks and workers `before`, and resume each state with `after`."""
-    run, states, problem = Run(pipeline, *before), [], ""
     (ranks, _), (resumed_ranks, _) = before, after
+    states, problem = [], ""
+    run = Run(pipeline, *before)
     for step in range(saves):
         found = run.step()
         problem = problem or difference(expected[step * ranks : (step + 1) * ranks], found)
@@ -147,9 +148,8 @@ def _other_batch_size(shards: Path) -> Row:
                 slot += 1
             state = loader.state_dict()
     compared = sum(map(len, found))
-    problem = next(
-        filter(None, (difference(lane[: len(own)], own) for lane, own in zip(expected, found, strict=True))), ""
-    )
+    problems = (difference(lane[: len(own)], own) for lane, own in zip(expected, found, strict=True))
+    problem = next(filter(None, problems), "")
     return Row("elastic", "batch size 2 → 3 → 1 → 5", "one epoch, 2 workers", f"{compared} packs, by lane", problem)
 
 
@@ -160,11 +160,11 @@ def _survivors(folder: Path, kills: int) -> Row:
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if run.returncode:
         return Row("elastic", "survivors of 3 ranks", f"{kills} kills", "", f"it ended with {run.returncode}")
-    found = json.loads(run.stdout.splitlines()[-1])
-    problem = [] if found["trained_once"] else ["a slot was trained on twice, or never"]
-    problem += [] if found["as_one_rank"] else ["a slot was another batch"]
-    done = f"{kills} kills, {found['made_up']} lanes rebuilt from the last common state"
-    return Row("elastic", "survivors of 3 ranks", done, f"{found['slots']:,} slots", ", ".join(problem))
+    result = json.loads(run.stdout.splitlines()[-1])
+    problems = [] if result["trained_once"] else ["a slot was trained on twice, or never"]
+    problems += [] if result["as_one_rank"] else ["a slot was another batch"]
+    done = f"{kills} kills, {result['made_up']} lanes rebuilt from the last common state"
+    return Row("elastic", "survivors of 3 ranks", done, f"{result['slots']:,} slots", ", ".join(problems))
 
 
 def _ids(batches: Any) -> list[Any]:

@@ -37,7 +37,7 @@ _STUCK_S = 900.0  # the program fails after so many seconds without enough kills
 
 
 class Undisturbed:
-    """Hashes of the batches of a run in one process."""
+    """Hashes of the batches of a run without workers."""
 
     def __init__(self, shards: Path, copies: int) -> None:
         self._loader = sp.SavableLoader(partial(soak_pipeline, str(shards), copies=copies), seed=SEED, lanes=LANES)
@@ -62,8 +62,8 @@ class DeathLog(logging.Handler):
         text = record.getMessage()
         if "ended by signal SIGKILL" not in text:
             self.texts["otherwise"] += 1
-        for moment in ("before it had started", "while it made a batch", "between two batches"):
-            self.texts[moment] += moment in text
+        for part in _DEATHS:
+            self.texts[part] += part in text
 
     def __enter__(self) -> DeathLog:
         logging.getLogger("savable_pipeline.run.engine.pool").addHandler(self)
@@ -92,7 +92,7 @@ class Killer(threading.Thread):
         self._progress = progress
         self._gap_s = gap_s
         self._newborn = newborn
-        self._draw = random.Random(os.urandom(8))
+        self._rng = random.Random(os.urandom(8))
         self._should_stop = threading.Event()
         self.killed: set[int] = set()
         self._early_kills = 0  # kills in a row of workers that had not started
@@ -105,14 +105,14 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         last = 0
-        while not self._should_stop.wait(self._draw.uniform(0, self._gap_s)):
+        while not self._should_stop.wait(self._rng.uniform(0, self._gap_s)):
             alive = self._living()
             all_started = len(alive) == WORKERS and all(map(_has_started, alive))
             must_wait = not all_started and (self._newborn or self._early_kills >= 2)
             if self._progress() < last + 2 or not alive or must_wait:
                 continue
             last = self._progress()
-            self._kill(self._draw.choice(alive))
+            self._kill(self._rng.choice(alive))
             if self._newborn:
                 self._kill_newborn(set(alive))
 
@@ -121,6 +121,7 @@ class Killer(threading.Thread):
         return [child for child in children(self._parent) if child not in self.killed]
 
     def _kill(self, pid: int) -> None:
+        """Kill a worker, unless it has just ended, and count the kill."""
         started = _has_started(pid)
         if kill(pid, self._parent):
             self.killed.add(pid)
@@ -130,7 +131,7 @@ class Killer(threading.Thread):
         """Kill the next worker that was not alive before, at a random stage of its start."""
         while not self._should_stop.is_set():
             if new := set(self._living()) - alive:
-                time.sleep(self._draw.choice([0, 0.0005, 0.002, 0.01]))
+                time.sleep(self._rng.choice([0, 0.0005, 0.002, 0.01]))
                 self._kill(new.pop())
                 self.newborn_kills += 1
                 return
@@ -193,9 +194,10 @@ def faults(shards: Path, *, kills: dict[str, int], each: int) -> Iterator[Row]:
 
 
 def _kill_from_outside(shards: Path, method: str, expected: Undisturbed, kind: str, times: int, gap_s: float) -> Row:
+    """Kill `times` workers at random moments or, if `kind` is `_NEWBORN`, `times` replacements just started."""
     found: list[str] = []
     newborn = kind == _NEWBORN
-    with DeathLog() as death_log, _MortalLoader(shards, method) as (loader, parent):
+    with DeathLog() as death_log, _mortal_loader(shards, method) as (loader, parent):
         killer = Killer(parent, lambda: len(found), gap_s=gap_s, newborn=newborn)
         killer.start()
         _take_until(loader, found, lambda: (killer.newborn_kills if newborn else killer.kills) >= times)
@@ -214,7 +216,7 @@ def _kill_at_moment(shards: Path, method: str, expected: Undisturbed, moment: Mo
     with tempfile.TemporaryDirectory() as name:
         dying = Dying(moment, times, Path(name), os.getpid())
         dying.watch_births()
-        with DeathLog() as death_log, _MortalLoader(shards, method, dying=dying) as (loader, parent):
+        with DeathLog() as death_log, _mortal_loader(shards, method, dying=dying) as (loader, parent):
             killer = Killer(parent, lambda: len(found), gap_s=0.4 if method == "spawn" else 0.1)
             killer.start()
             _take_until(loader, found, lambda: len(dying.deaths()) >= times)
@@ -229,7 +231,7 @@ def _kill_while_writing(shards: Path, method: str, expected: Undisturbed, times:
     found: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         dying = Dying("write", 1 << 30, Path(name), os.getpid())
-        with DeathLog() as death_log, _MortalLoader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
+        with DeathLog() as death_log, _mortal_loader(shards, method, dying=dying, copies=LARGE) as (loader, parent):
             killer = KillServer(Path(name), parent)
             killer.start()
             _take_until(loader, found, lambda: death_log.texts["while it made a batch"] >= times)
@@ -239,26 +241,15 @@ def _kill_while_writing(shards: Path, method: str, expected: Undisturbed, times:
     return _row(f"{method}: while a batch is written", done, found, expected, death_log, killer.kills)
 
 
-class _MortalLoader:
-    """Context of a loader that may lose any number of workers, and of the process id of their parent."""
-
-    def __init__(self, shards: Path, method: str, **settings: Any) -> None:
-        before = children(os.getpid())
-        self._loader = sp.SavableLoader(
-            partial(soak_pipeline, str(shards), **settings),
-            seed=SEED,
-            lanes=LANES,
-            num_workers=WORKERS,
-            workers=sp.Workers(start_method=method, max_restarts=1 << 30),
-        )
+@contextlib.contextmanager
+def _mortal_loader(shards: Path, method: str, **settings: Any) -> Iterator[tuple[sp.SavableLoader, int]]:
+    """Open a loader that may lose any number of workers. Yield it, and the process id of their parent."""
+    before = children(os.getpid())
+    pipeline = partial(soak_pipeline, str(shards), **settings)
+    workers = sp.Workers(WORKERS, start_method=method, max_restarts=1 << 30)
+    with sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, workers=workers) as loader:
         servers = [child for child in children(os.getpid()) if child not in before]
-        self._parent = os.getpid() if method == "spawn" else servers[0]
-
-    def __enter__(self) -> tuple[sp.SavableLoader, int]:
-        return self._loader, self._parent
-
-    def __exit__(self, *_: object) -> None:
-        self._loader.close()
+        yield loader, os.getpid() if method == "spawn" else servers[0]
 
 
 def _take_until(loader: sp.SavableLoader, found: list[str], enough: Callable[[], bool]) -> None:
@@ -280,6 +271,7 @@ def _take_after_kills(loader: sp.SavableLoader, found: list[str], kills: int) ->
 
 
 def _row(case: str, done: str, found: list[str], expected: Undisturbed, death_log: DeathLog, kills: int) -> Row:
+    """Return the row of a case. Its problem is another batch, or a death that was not a kill."""
     texts = death_log.texts
     when = ", ".join(f"{texts[text]} {short}" for text, short in _DEATHS.items() if texts[text])
     problem = difference(expected.first(len(found)), found)
@@ -289,7 +281,7 @@ def _row(case: str, done: str, found: list[str], expected: Undisturbed, death_lo
     return Row("faults", case, f"{done} kills; {when}", f"{len(found):,} batches", problem)
 
 
-_DEATHS = {
+_DEATHS = {  # parts of the loader's warnings, and when the worker died
     "before it had started": "starting",
     "while it made a batch": "at a batch",
     "between two batches": "between two",

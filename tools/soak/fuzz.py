@@ -29,9 +29,9 @@ def fuzz(folder: Path, count: int, *, seed: int = 0) -> Iterator[Row]:
     """Try `count` inputs of each kind, and yield one row per kind."""
     _write_shards(folder / "shards")
     for kind, attempts in (("state", states), ("index", indexes), ("tar", tars), ("YAML", yaml_files)):
-        draw = random.Random(f"{kind} {seed}")
+        rng = random.Random(f"{kind} {seed}")
         problem, rejected, start = "", 0, time.perf_counter()
-        for number, attempt in enumerate(attempts(folder, draw, count)):
+        for number, attempt in enumerate(attempts(folder, rng, count)):
             failure, is_rejected = _outcome(attempt)
             rejected += is_rejected
             if failure:

@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,45 +34,43 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], kind: int = tarfile.
             tar.addfile(info, io.BytesIO(payload))
 
 
-def indexes(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+def indexes(folder: Path, rng: random.Random, count: int) -> Iterator[Callable[[], None]]:
     """Yield functions that read the shards with a changed index."""
     shards = folder / "shards"
     sp.TarShardReader(shards, sp.Lane())
     raw = (shards / INDEX_NAME).read_bytes()
     for _ in range(count):
-        yield _read_with_index(shards, _changed_index(raw, draw))
+        yield partial(_read_with_index, shards, _changed_index(raw, rng))
 
 
-def _changed_index(raw: bytes, draw: random.Random) -> bytes:
+def _changed_index(raw: bytes, rng: random.Random) -> bytes:
     """Change one part of an index, and correct its checksum."""
     length = int.from_bytes(raw[16:24], "little")
     known, columns = msgspec.msgpack.decode(raw[24 : 24 + length], type=Header), aligned(24 + length)
     end = aligned(columns + 8 * known.shards * PER_SHARD + known.names)
     header, shards, rows = raw[24 : 24 + length], raw[columns:end], raw[end:]
-    chance = draw.random()
+    chance = rng.random()
     if chance < 0.3:
-        header = encoded(changed(msgspec.msgpack.decode(header), draw))
+        header = encoded(changed(msgspec.msgpack.decode(header), rng))
     elif chance < 0.5:
-        header = changed_bytes(header, draw)
+        header = changed_bytes(header, rng)
     elif chance < 0.75:
-        shards = changed_bytes(shards, draw)
+        shards = changed_bytes(shards, rng)
     else:
-        rows = changed_bytes(rows, draw)
-    length = len(header) if draw.random() < 0.95 else draw.choice([0, 7, 2**40, 2**64 - 1])
+        rows = changed_bytes(rows, rng)
+    length = len(header) if rng.random() < 0.95 else rng.choice([0, 7, 2**40, 2**64 - 1])
     signed = length.to_bytes(8, "little") + header
     signed += bytes(-(16 + len(signed)) % 64) + shards
     return raw[:8] + xxh3_64_intdigest(signed).to_bytes(8, "little") + signed + rows
 
 
-def _read_with_index(shards: Path, raw: bytes) -> Callable[[], None]:
-    def read() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder, "data")
-            shutil.copytree(shards, root)
-            (root / INDEX_NAME).write_bytes(raw)
-            _read_all(root, epochs=1)
-
-    return read
+def _read_with_index(shards: Path, raw: bytes) -> None:
+    """Read the shards with this index."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "data")
+        shutil.copytree(shards, root)
+        (root / INDEX_NAME).write_bytes(raw)
+        _read_all(root, epochs=1)
 
 
 def _read_all(root: Path, **settings: Any) -> None:
@@ -87,46 +86,44 @@ def _read_all(root: Path, **settings: Any) -> None:
         raise last_error
 
 
-def tars(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+def tars(folder: Path, rng: random.Random, count: int) -> Iterator[Callable[[], None]]:
     """Yield functions that read a changed tar."""
     path = folder / "long.tar"
     write_tar(path, [(f"{'d' * 120}/s{i}.json", b'{"id": 1}' * (i + 1)) for i in range(3)], tarfile.PAX_FORMAT)
     raws = [path.read_bytes(), (folder / "shards/1.tar").read_bytes()]
     for _ in range(count):
-        yield _read_tar(_changed_tar(bytearray(draw.choice(raws)), draw))
+        yield partial(_read_tar, _changed_tar(bytearray(rng.choice(raws)), rng))
 
 
-def _changed_tar(raw: bytearray, draw: random.Random) -> bytes:
+def _changed_tar(raw: bytearray, rng: random.Random) -> bytes:
     """Change fields of one or two headers of a tar, and correct their checksums."""
     headers = [offset for offset in range(0, len(raw), 512) if raw[offset + 257 : offset + 262] == b"ustar"]
-    for _ in range(draw.randint(1, 2)):
-        offset = draw.choice(headers)
+    for _ in range(rng.randint(1, 2)):
+        offset = rng.choice(headers)
         # start and length in the header of name, size, type, magic, prefix, or the data after the header
-        start, width = draw.choice([(0, 100), (124, 12), (156, 1), (257, 8), (345, 155), (512, 200)])
-        if draw.random() < 0.3:
-            text = draw.choice([b"\xff" * 12, b"77777777777\0", b"\x80" + b"\xff" * 11, b"-1", b"99 GNU.sparse.a=1\n"])
+        start, width = rng.choice([(0, 100), (124, 12), (156, 1), (257, 8), (345, 155), (512, 200)])
+        if rng.random() < 0.3:
+            text = rng.choice([b"\xff" * 12, b"77777777777\0", b"\x80" + b"\xff" * 11, b"-1", b"99 GNU.sparse.a=1\n"])
             raw[offset + start : offset + start + min(width, len(text))] = text[:width]
         else:
-            raw[offset + start + draw.randrange(width)] = draw.randrange(256)
-        if draw.random() < 0.2:
-            raw[offset + 156 : offset + 157] = draw.choice([b"x", b"g", b"L", b"K", b"S", b"5", b"0"])
+            raw[offset + start + rng.randrange(width)] = rng.randrange(256)
+        if rng.random() < 0.2:
+            raw[offset + 156 : offset + 157] = rng.choice([b"x", b"g", b"L", b"K", b"S", b"5", b"0"])
         checksum = sum(raw[offset : offset + 512]) - sum(raw[offset + 148 : offset + 156]) + 8 * 32
         raw[offset + 148 : offset + 156] = b"%06o\0 " % checksum
-    return bytes(raw[: draw.randrange(len(raw))]) if draw.random() < 0.1 else bytes(raw)
+    return bytes(raw[: rng.randrange(len(raw))]) if rng.random() < 0.1 else bytes(raw)
 
 
-def _read_tar(raw: bytes) -> Callable[[], None]:
-    def read() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder, "data")
-            root.mkdir()
-            (root / "0.tar").write_bytes(raw)
-            fault = TARS.scan(root, "0.tar").entry.fault
-            _read_all(root, epochs=1)
-            if fault:
-                raise sp.ShardError(fault)
-
-    return read
+def _read_tar(raw: bytes) -> None:
+    """Index and read a tar. Raises `ShardError` if it is damaged."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "data")
+        root.mkdir()
+        (root / "0.tar").write_bytes(raw)
+        fault = TARS.scan(root, "0.tar").entry.fault
+        _read_all(root, epochs=1)
+        if fault:
+            raise sp.ShardError(fault)
 
 
 _SPLIT = "split_parts:\n  train: ['{0..1}.tar']\n  val:\n  - 2.tar\nexclude: [1.tar/s21]\n"
@@ -146,47 +143,45 @@ _WORDS = [
 ]  # fmt: skip
 
 
-def yaml_files(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+def yaml_files(folder: Path, rng: random.Random, count: int) -> Iterator[Callable[[], None]]:
     """Yield functions that read a changed YAML file."""
     texts = [("split.yaml", _SPLIT), (".info.yaml", _INFO), ("dataset.yaml", _FIELDS), ("mixture.yaml", _MIXTURE)]
     root = folder / "yaml"
     shutil.copytree(folder / "shards", root / "shards", dirs_exist_ok=True)
     for number in range(count):
         name, text = texts[number % len(texts)]
-        raw = _changed_text(text, draw).encode("utf-8", "surrogatepass")
-        if draw.random() < 0.2:
-            raw = changed_bytes(raw, draw)
-        yield _read_yaml(root, name, raw)
+        raw = _changed_text(text, rng).encode("utf-8", "surrogatepass")
+        if rng.random() < 0.2:
+            raw = changed_bytes(raw, rng)
+        yield partial(_read_yaml, root, name, raw)
 
 
-def _changed_text(text: str, draw: random.Random) -> str:
+def _changed_text(text: str, rng: random.Random) -> str:
     """Replace or insert one to three words of YAML."""
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(rng.randint(1, 3)):
         words = text.replace(",", " ,").split(" ")
-        index = draw.randrange(len(words))
-        if draw.random() < 0.6:
-            words[index] = draw.choice(_WORDS)
+        index = rng.randrange(len(words))
+        if rng.random() < 0.6:
+            words[index] = rng.choice(_WORDS)
         else:
-            words.insert(index, draw.choice(_WORDS))
+            words.insert(index, rng.choice(_WORDS))
         text = " ".join(words)
     return text
 
 
-def _read_yaml(root: Path, name: str, raw: bytes) -> Callable[[], None]:
-    def read() -> None:
-        path = root / name if name == "mixture.yaml" else root / "shards" / META / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(raw)
-        try:
-            if name == "mixture.yaml":
-                next(custom.read_mixture(path).samples(sp.Lane()))
-            else:
-                _read_metadata(root / "shards")
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-
-    return read
+def _read_yaml(root: Path, name: str, raw: bytes) -> None:
+    """Read a YAML file of metadata or of a mixture."""
+    path = root / name if name == "mixture.yaml" else root / "shards" / META / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(raw)
+    try:
+        if name == "mixture.yaml":
+            next(custom.read_mixture(path).samples(sp.Lane()))
+        else:
+            _read_metadata(root / "shards")
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
 
 
 def _read_metadata(root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def blended_samples_pipeline(shards: str, lane: sp.Lane) -> custom.Stage:
 _PIPELINES = (packed_pipeline, sorted_pipeline, blended_pipeline, blended_samples_pipeline)
 
 
-def states(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[], None]]:
+def states(folder: Path, rng: random.Random, count: int) -> Iterator[Callable[[], None]]:
     """Yield functions that load a changed state of one of the pipelines."""
     saved_states = []
     for pipeline in _PIPELINES:
@@ -75,32 +76,30 @@ def states(folder: Path, draw: random.Random, count: int) -> Iterator[Callable[[
         saved_states.append((pipeline, loader.state_dict()))
     for number in range(count):
         pipeline, state = saved_states[number % len(saved_states)]
-        # "outside" is a change of the state's own dict, whose entries are the others
-        name = draw.choice(["lane_00000", "lane_00001", "lane_00000", "lane_00001", "fingerprint", "outside"])
+        # "outside" changes the dict of the state itself, and each other name an entry of it
+        name = rng.choice(["lane_00000", "lane_00001", "lane_00000", "lane_00001", "fingerprint", "outside"])
         if name == "outside":
-            yield _load(pipeline, folder, changed(state, draw))
+            yield partial(_load, pipeline, folder, changed(state, rng))
         else:
-            yield _load(pipeline, folder, {**state, name: _changed_entry(state[name], name, draw)})
+            yield partial(_load, pipeline, folder, {**state, name: _changed_entry(state[name], name, rng)})
 
 
 def _loader(pipeline: Any, folder: Path) -> sp.SavableLoader:
     return sp.SavableLoader(lambda lane: pipeline(str(folder / "shards"), lane), seed=3, lanes=2)
 
 
-def _load(pipeline: Any, folder: Path, state: Any) -> Callable[[], None]:
-    def load() -> None:
-        errors = []
-        for act in (_describe, lambda state: sp.merge_states([state]), lambda state: _resume(pipeline, folder, state)):
-            try:
-                act(state)
-            except Exception as error:
-                if not isinstance(error, sp.SavableError) and type(error) is not ValueError:
-                    raise
-                errors.append(error)
-        if errors:
-            raise errors[-1]
-
-    return load
+def _load(pipeline: Any, folder: Path, state: Any) -> None:
+    """Describe, merge and resume a state, and raise the last error of ours that it causes."""
+    errors = []
+    for act in (_describe, lambda state: sp.merge_states([state]), lambda state: _resume(pipeline, folder, state)):
+        try:
+            act(state)
+        except Exception as error:
+            if not isinstance(error, sp.SavableError) and type(error) is not ValueError:
+                raise
+            errors.append(error)
+    if errors:
+        raise errors[-1]
 
 
 def _resume(pipeline: Any, folder: Path, state: Any) -> None:
@@ -115,35 +114,30 @@ def _resume(pipeline: Any, folder: Path, state: Any) -> None:
 
 def _describe(state: Any) -> None:
     """Call all functions that describe a state."""
-    found = summarize(state)
-    differences(found, found)
-    for row in found.lanes.values():
-        for field, value in row.items():
+    summary = summarize(state)
+    differences(summary, summary)
+    for fields in summary.lanes.values():
+        for field, value in fields.items():
             shown(field, value)
 
 
-def _changed_entry(raw: bytes, name: str, draw: random.Random) -> bytes:
+def _changed_entry(raw: bytes, name: str, rng: random.Random) -> bytes:
     """Change a packed lane state or the packed fingerprint, and correct its checksum."""
     body = raw[_HEAD:]
-    if draw.random() < 0.3:
-        return _packed(changed_bytes(body, draw))
+    if rng.random() < 0.3:
+        return _packed(changed_bytes(body, rng))
     value = msgspec.msgpack.decode(body)
     if name == "fingerprint":
         inner = zlib.decompress(value["compressed"])
-        if draw.random() < 0.5:
-            inner = encoded(changed(msgspec.msgpack.decode(inner), draw))
+        if rng.random() < 0.5:
+            inner = encoded(changed(msgspec.msgpack.decode(inner), rng))
         else:
-            inner = changed_bytes(inner, draw)
+            inner = changed_bytes(inner, rng)
         return _packed(encoded({"compressed": zlib.compress(inner)}))
-    return _packed(encoded(changed(value, draw)))
+    return _packed(encoded(changed(value, rng)))
 
 
 def _packed(body: bytes) -> bytes:
     """Put the header of a packed state before its MessagePack."""
-    return (
-        b"SAVL"
-        + STATE.to_bytes(2, "little")
-        + ORDER.to_bytes(2, "little")
-        + xxh3_64_intdigest(body).to_bytes(8, "little")
-        + body
-    )
+    versions = STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
+    return b"SAVL" + versions + xxh3_64_intdigest(body).to_bytes(8, "little") + body

@@ -22,32 +22,32 @@ def encoded(value: Any) -> bytes:
         return b"\x91" * 5000 + b"\xc0"
 
 
-def changed_bytes(raw: bytes, draw: random.Random) -> bytes:
+def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
     """Return a copy with one to three bytes changed, sometimes truncated."""
     copy = bytearray(raw)
-    for _ in range(draw.randint(1, 3)):
-        copy[draw.randrange(len(copy))] = draw.randrange(256)
-    end = draw.randrange(len(copy)) if draw.random() < 0.1 else len(copy)
+    for _ in range(rng.randint(1, 3)):
+        copy[rng.randrange(len(copy))] = rng.randrange(256)
+    end = rng.randrange(len(copy)) if rng.random() < 0.1 else len(copy)
     return bytes(copy[:end])
 
 
-def changed(value: Any, draw: random.Random) -> Any:
+def changed(value: Any, rng: random.Random) -> Any:
     """Return a copy of a nested value with one part changed, removed or nested deeply."""
-    if isinstance(value, dict) and value and draw.random() < 0.9:
-        name = draw.choice(list(value))
-        if draw.random() < 0.1:
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(list(value))
+        if rng.random() < 0.1:
             return {key: inner for key, inner in value.items() if key != name}
-        return {**value, name: changed(value[name], draw)}
-    if isinstance(value, list) and value and draw.random() < 0.8:
-        index = draw.randrange(len(value))
-        if draw.random() < 0.2:
+        return {**value, name: changed(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        index = rng.randrange(len(value))
+        if rng.random() < 0.2:
             return value[:index] + value[index + 1 :]
-        return [*value[:index], changed(value[index], draw), *value[index + 1 :]]
-    if isinstance(value, int) and draw.random() < 0.4:
-        return value + draw.choice([-1, 1, 1000, 1 << 40])
-    if draw.random() < 0.05:
-        return _deep(draw.choice([30, 400, 3000]), draw.random() < 0.5)
-    return draw.choice(_VALUES)
+        return [*value[:index], changed(value[index], rng), *value[index + 1 :]]
+    if isinstance(value, int) and rng.random() < 0.4:
+        return value + rng.choice([-1, 1, 1000, 1 << 40])
+    if rng.random() < 0.05:
+        return _deep(rng.choice([30, 400, 3000]), rng.random() < 0.5)
+    return rng.choice(_VALUES)
 
 
 def _deep(depth: int, lists: bool) -> Any:

@@ -109,8 +109,8 @@ class Oracle:
 class History:
     """One random history of at least `slots` slots. All its loaders have these settings."""
 
-    def __init__(self, draw: random.Random, settings: LoaderSettings, slots: int) -> None:
-        self._draw, self._settings, self._slots = draw, settings, slots
+    def __init__(self, rng: random.Random, settings: LoaderSettings, slots: int) -> None:
+        self._rng, self._settings, self._slots = rng, settings, slots
         self._yielded: dict[tuple[int, int], Any] = {}  # batches by epoch and slot
         self._samples_of_row: dict[Receipt, set[int]] = {}
         self.oracle, self._saved_oracle = Oracle(), Oracle()
@@ -123,10 +123,12 @@ class History:
         self.counts: Counter[str] = Counter()
 
     @property
-    def _expected(self) -> dict[Receipt, Any]:
+    def _expected(self) -> dict[tuple[int, int], Any]:
+        """The expected batches, by epoch and slot."""
         return expected(self._settings, self._slots + 4 * LANES, self.oracle.exclusions)
 
     def _open_runs(self, world_size: int) -> list[Run]:
+        """Open the runs of all ranks, which have no receipts yet."""
         self._receipts = {rank: [] for rank in range(world_size)}
         self._batch_receipts = {rank: [] for rank in range(world_size)}
         return [Run(replace(self._settings, ranks=(rank, world_size))) for rank in range(world_size)]
@@ -148,6 +150,7 @@ class History:
                 self._take_batches([run])
 
     def _take_batches(self, runs: Sequence[Run]) -> None:
+        """Take one batch of each run, compare it with the expected one, and record its receipts."""
         positions = [(run.position.epoch, run.position.own_slot) for run in runs]
         batches = voted_step([iter(run) for run in runs])
         # a batch that is repeated does not advance the position
@@ -183,6 +186,7 @@ class History:
         self.counts["shorter"] += len(rest) < rows
 
     def _compare_with_expected(self, position: tuple[int, int], batch: Any) -> None:
+        """Compare the batch of an epoch and slot with the expected one."""
         self._yielded[position] = batch
         expected = self._expected.get(position)
         if expected is not None:
@@ -193,23 +197,23 @@ class History:
 
     def acknowledge(self) -> None:
         """Acknowledge, drop or requeue random rows, on their rank or on another."""
-        rank = self._draw.randrange(len(self._runs))
-        unreported = [each for each in self.oracle.open if each not in self.oracle.to_repeat]
-        waiting = [each for each in self._receipts[rank] if each in unreported]
-        chosen = self._draw.sample(waiting, self._draw.randint(0, len(waiting)))
+        rank = self._rng.randrange(len(self._runs))
+        unreported = [receipt for receipt in self.oracle.open if receipt not in self.oracle.to_repeat]
+        waiting = [receipt for receipt in self._receipts[rank] if receipt in unreported]
+        chosen = self._rng.sample(waiting, self._rng.randint(0, len(waiting)))
         reported: Any = [*chosen, (-1, -1)]
-        if self._batch_receipts[rank] and self._draw.random() < 0.5:
-            whole = self._draw.choice(self._batch_receipts[rank])
+        if self._batch_receipts[rank] and self._rng.random() < 0.5:
+            whole = self._rng.choice(self._batch_receipts[rank])
             rows = [(slot, row) for slot, row in whole.tolist() if slot >= 0]
             if all(row in waiting for row in rows):
                 chosen, reported = rows, whole
-        kind = self._draw.choice(["done", "done", "done", "dropped", "again"])
-        self._receipts[rank] = [each for each in self._receipts[rank] if each not in chosen]
+        kind = self._rng.choice(["done", "done", "done", "dropped", "again"])
+        self._receipts[rank] = [receipt for receipt in self._receipts[rank] if receipt not in chosen]
         if kind == "again":
             table_of(self._runs[rank]).acknowledge(reported, "again")
             self.oracle.to_repeat += chosen
             return
-        reporter = self._runs[rank if self._draw.random() < 0.7 else self._draw.randrange(len(self._runs))]
+        reporter = self._runs[rank if self._rng.random() < 0.7 else self._rng.randrange(len(self._runs))]
         table_of(reporter).acknowledge(reported, kind, "stale" if kind == "dropped" else "")  # type: ignore[arg-type]
         self.oracle.record_acknowledged(chosen)
         self.counts["rows"] += len(chosen)
@@ -218,7 +222,7 @@ class History:
         """Exclude random samples, of rows in flight or others."""
         self._take_repeats()
         numbers = sorted(set().union(*(self._samples_of_row[each] for each in self.oracle.open)) - self.oracle.excluded)
-        chosen = self._draw.sample(numbers, min(len(numbers), self._draw.randint(0, 3))) or [self._draw.randrange(107)]
+        chosen = self._rng.sample(numbers, min(len(numbers), self._rng.randint(0, 3))) or [self._rng.randrange(107)]
         (slot,) = {run.reconfigure(exclude=[f"s{number:06d}" for number in chosen]) for run in self._runs}
         self.oracle.exclude(slot, chosen, self._samples_of_row)
         if len(self._runs) == 1:  # otherwise a rank may not know yet what another has acknowledged
@@ -226,6 +230,7 @@ class History:
         self.counts["excluded"] += len(chosen)
 
     def _check_open(self) -> None:
+        """Check that the ranks have as many rows in flight as the oracle."""
         rows = sum(table_of(run).in_flight().rows for run in self._runs)
         assert rows == len(self.oracle.open), f"{rows} rows in flight, which are {len(self.oracle.open)}"
 
@@ -233,8 +238,8 @@ class History:
         """Save the state of all ranks, merged from files or gathered."""
         self._take_repeats()
         states = [copy.deepcopy(run.state_dict()) for run in self._runs]
-        self._files, self._saved = states, sp.merge_states(self._draw.sample(states, len(states)))
-        if self._draw.random() < 0.5:
+        self._files, self._saved = states, sp.merge_states(self._rng.sample(states, len(states)))
+        if self._rng.random() < 0.5:
             for run, own in zip(self._runs, states, strict=True):
                 assert run.joined(own, states) == self._saved
         self._saved_oracle = copy.deepcopy(self.oracle)
@@ -244,7 +249,7 @@ class History:
         self.close()
         slot = self._saved["slot"] if self._saved else 0
         sizes = [size for size in WORLD_SIZES if slot % size == 0]  # otherwise the last slots of an epoch may be unused
-        self._runs = self._open_runs(self._draw.choice(sizes))
+        self._runs = self._open_runs(self._rng.choice(sizes))
         own = len(self._runs) == len(self._files) and not any("acks_" in "".join(state) for state in self._files)
         self._own_files = own
         for run, state in zip(self._runs, self._files if own else [self._saved] * len(self._runs), strict=True):
@@ -261,7 +266,7 @@ class History:
         self.oracle.record_acknowledged(list(self.oracle.open))
         times_done = Counter(self.oracle.done)
         assert all(times == 1 for times in times_done.values()), "a row is twice in the model"
-        slots = {each[0] for each in times_done}
+        slots = {slot for slot, _ in times_done}
         for (epoch, slot), batch in list(self._expected.items())[: self._slots]:
             valid = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["items"])
             slot_id = epoch << 40 | slot
@@ -320,16 +325,16 @@ def settings_of(shards: str, pack: bool, epochs: int | None, size: int, tail: An
 
 def history(seed: int, shards: str, slots: int = 40) -> Counter[str]:
     """Run one random history. Raises AssertionError if it differs from its oracle."""
-    draw = random.Random(seed)
-    pack, finite = draw.random() < 0.3, draw.random() < 0.5
-    size, tail, order = draw.choice([1, 2, 3]), draw.choice(["stop", "pad"]), draw.randrange(2)
+    rng = random.Random(seed)
+    pack, finite = rng.random() < 0.3, rng.random() < 0.5
+    size, tail, order = rng.choice([1, 2, 3]), rng.choice(["stop", "pad"]), rng.randrange(2)
     settings = settings_of(shards, pack, 1 if finite else None, size, tail, order)
-    run = History(draw, settings, slots)
+    run = History(rng, settings, slots)
     moves = [run.step] * 7 + [run.acknowledge] * 9 + [run.save] * 2 + [run.kill]
-    moves += [run.exclude] * draw.choice([0, 1, 2])
+    moves += [run.exclude] * rng.choice([0, 1, 2])
     try:
-        for _ in range(draw.randint(10, 60)):
-            draw.choice(moves)()
+        for _ in range(rng.randint(10, 60)):
+            rng.choice(moves)()
         run.finish()
     except BaseException as error:
         error.add_note(f"seed {seed}: pack {pack}, finite {finite}, tail {tail}")

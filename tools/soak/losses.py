@@ -122,7 +122,7 @@ def losses(shards: Path, folder: Path) -> Iterator[Row]:
         _finish(_start(shards, undisturbed, world_size, 0.0))
         last = random.randrange(SAVE_STEP + 1, STEPS - 2)
         _kill(_start(shards, killed, world_size, PACE_S), killed, last)
-        log_before_kill = _read(killed, world_size)
+        log_before_kill = _read_logs(killed, world_size)
         _finish(_start(shards, killed, world_size, 0.0))
         for pack in (False, True):
             for workers in WORKERS:
@@ -157,29 +157,26 @@ def _kill(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     ranks = descendants(run.pid)
     kill(run.pid, os.getpid())
     for pid in ranks:
-        _kill_if_alive(pid)
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, 9)
     run.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         time.sleep(0.01)
 
 
-def _kill_if_alive(pid: int) -> None:
-    if Path(f"/proc/{pid}").exists():
-        os.kill(pid, 9)
-
-
-def _read(folder: Path, world_size: int) -> dict[str, list[str]]:
-    """Return the complete lines of each training of each rank."""
-    found = {}
+def _read_logs(folder: Path, world_size: int) -> dict[str, list[str]]:
+    """Return the complete lines of each training of each rank, by the name of the log."""
+    logs = {}
     for path in folder.glob("*_rank*.log"):
         lines = path.read_text().splitlines(keepends=True)
-        found[path.stem] = [line.strip() for line in lines if line.endswith("\n")]
-    assert len(found) == 2 * len(WORKERS) * world_size
-    return found
+        logs[path.stem] = [line.strip() for line in lines if line.endswith("\n")]
+    assert len(logs) == 2 * len(WORKERS) * world_size
+    return logs
 
 
 def _row(undisturbed: Path, killed: Path, log_before_kill: dict[str, list[str]], world_size: int, name: str) -> Row:
-    expected, found = _read(undisturbed, world_size), _read(killed, world_size)
+    """Compare the losses of one training on all ranks, before the kill and after the resume."""
+    expected, found = _read_logs(undisturbed, world_size), _read_logs(killed, world_size)
     problem, compared, repeated = "", 0, 0
     without_workers = f"{name.split('_')[0]}_{WORKERS[0]}"  # this training must have the same losses
     for number in range(world_size):

@@ -33,11 +33,11 @@ Moment = Literal["write", "restore", "build", "birth"]
 def write_shards(folder: Path) -> None:
     """Write 600 samples in 6 shards, each a number and a gray image of 24 × 24, uint8."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for first in range(0, SAMPLES, PER_SHARD):
         with tarfile.open(folder / f"{first:04d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for number in range(first, first + PER_SHARD):
-                image = draw.integers(0, 256, SIDE * SIDE, dtype=np.uint8).tobytes()
+                image = rng.integers(0, 256, SIDE * SIDE, dtype=np.uint8).tobytes()
                 for extension, raw in (("json", json.dumps({"id": number}).encode()), ("grey", image)):
                     member = tarfile.TarInfo(f"s{number:04d}.{extension}")
                     member.size = len(raw)

@@ -58,10 +58,11 @@ def children(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return all running descendants of a process."""
-    return [found for child in children(pid) for found in (child, *descendants(child))]
+    return [process for child in children(pid) for process in (child, *descendants(child))]
 
 
 def _is_running(pid: int) -> bool:
+    """Return whether a process is neither a zombie nor Python's resource tracker."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
         return state != "Z" and b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from pipeline import soak_pipeline
-from report import Row, children, descendants, difference, kill
+from report import Row, descendants, difference, kill
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -38,15 +38,16 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
             expected = digest(next(loader))
         # The first start also starts processes that Python keeps for all spawned processes.
         problem = _start_and_stop(pipeline, method, 1, expected)
-        before, shared_before = _resources(), _shared()
+        before, shared_before = _resources(), _shared_files()
         measured = []
         for count in range(number):
             problem = problem or _start_and_stop(pipeline, method, count, expected)
             if count + 1 in (max(2, int(number * WARM_UP)), number):
                 measured.append(_memory())
         (early_kb, early_maps), (late_kb, late_maps) = measured
-        leaks = [f"{now} instead of {then} {name}" for name, then, now in _pairs(before, _resources()) if then != now]
-        leaks += [f"{path} is left" for path in _shared() - shared_before]
+        now = _resources()
+        leaks = [f"{now[name]} instead of {before[name]} {name}" for name in before if now[name] != before[name]]
+        leaks += [f"{path} is left" for path in _shared_files() - shared_before]
         if late_kb - early_kb > GROWTH_KB or late_maps > early_maps + 4:
             leaks.append("memory has grown")
         memory = f"RSS {late_kb - early_kb:+,} kB, {late_maps - early_maps:+} mappings"
@@ -54,6 +55,7 @@ def starts(shards: Path, numbers: dict[str, int]) -> Iterator[Row]:
 
 
 def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, expected: str) -> str:
+    """Start and stop a loader for the time number `count`. Return a problem, or ""."""
     loader = sp.SavableLoader(pipeline, seed=SEED, lanes=LANES, num_workers=1, workers=sp.Workers(start_method=method))
     problem = "" if count % 4 == 3 or digest(next(loader)) == expected else f"start {count}: another first batch"
     if count % 2:
@@ -63,15 +65,10 @@ def _start_and_stop(pipeline: partial[custom.Stage], method: str, count: int, ex
     return problem or (f"start {count}: processes {leaks} are left" if leaks else "")
 
 
-def _resources() -> tuple[int, int]:
-    """Return the numbers of descendants and of open descriptors."""
+def _resources() -> dict[str, int]:
+    """Return the numbers of descendants and of open descriptors, by name."""
     gc.collect()
-    return len(descendants(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
-
-
-def _pairs(then: tuple[int, int], now: tuple[int, int]) -> list[tuple[str, int, int]]:
-    """Return name, earlier and later number of each resource."""
-    return [("processes", then[0], now[0]), ("descriptors", then[1], now[1])]
+    return {"processes": len(descendants(os.getpid())), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
 
 
 def _memory() -> tuple[int, int]:
@@ -81,7 +78,7 @@ def _memory() -> tuple[int, int]:
     return int(status.split("VmRSS:")[1].split()[0]), len(Path("/proc/self/maps").read_text().splitlines())
 
 
-def _shared() -> set[Path]:
+def _shared_files() -> set[Path]:
     """Return the files in /dev/shm of this library and of Python's shared memory."""
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("savable", "psm_"))}
 
@@ -90,39 +87,39 @@ def trainer(shards: Path, folder: Path, kills: int) -> Iterator[Row]:
     """Kill a trainer at random moments, and resume it with another number of workers each time."""
     context = multiprocessing.get_context("fork")
     folder.mkdir()
-    draw = random.Random(os.urandom(8))
-    problem, resumed, done_twice = "", 0, 0
+    rng = random.Random(os.urandom(8))
+    problem, resumed, repeated = "", 0, 0
     slots: dict[int, str] = {}
     for count in range(kills):
         log = folder / f"{count}.log"
         before = _checkpoint_slot(folder)
-        outcome = _run_and_kill(context, shards, folder, log, count % 4, draw)
+        outcome = _run_and_kill(context, shards, folder, log, count % 4, rng)
         problem = problem or outcome
         lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
         resumed += bool(lines) and before > 0
         if lines and int(lines[0][0]) != before:
             problem = problem or f"kill {count}: resumed at slot {lines[0][0]}, but the checkpoint is of slot {before}"
         for slot, hashed in lines:
-            done_twice += int(slot) in slots
+            repeated += int(slot) in slots
             if slots.setdefault(int(slot), hashed) != hashed:
                 problem = problem or f"slot {slot} was another batch after kill {count}"
     with sp.SavableLoader(partial(soak_pipeline, str(shards)), seed=SEED, lanes=LANES) as loader:
         expected = [digest(batch) for batch in islice(loader, len(slots))]
     problem = problem or difference(expected, [slots.get(slot) for slot in range(len(slots))])
-    compared = f"{len(slots):,} slots, {done_twice} of them again"
+    compared = f"{len(slots):,} slots, {repeated} of them again"
     yield Row("trainer", "0 to 3 workers", f"{kills} kills, {resumed} resumed at a checkpoint", compared, problem)
 
 
 def _run_and_kill(
-    context: ForkContext, shards: Path, folder: Path, log: Path, num_workers: int, draw: random.Random
+    context: ForkContext, shards: Path, folder: Path, log: Path, num_workers: int, rng: random.Random
 ) -> str:
     """Run a trainer and kill it after a random time. Return the problem if it ended before, or left workers running."""
     log.touch()
     process = context.Process(target=_train, args=(shards, folder, log, num_workers))
     process.start()
     assert process.pid is not None
-    time.sleep(draw.uniform(0.02, 0.8))
-    workers = [found for child in children(process.pid) for found in (child, *descendants(child))]
+    time.sleep(rng.uniform(0.02, 0.8))
+    workers = descendants(process.pid)
     kill(process.pid, os.getpid())
     process.join()
     if process.exitcode != -9:

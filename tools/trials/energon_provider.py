@@ -42,13 +42,13 @@ subflavors: {is_llava_training: true, augmentation: true}
 
 def write_dataset(folder: Path) -> None:
     """Write a dataset with the splits that the provider reads."""
-    draw = random.Random(1)
+    rng = random.Random(1)
     with sp.ShardWriter(folder / "data", max_samples=30) as writer:
         for number in range(240):
             buffer = io.BytesIO()
             pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(buffer, "png")
-            text = "".join(draw.choices("abcdef ", k=draw.randint(3, 60)))
+            text = "".join(rng.choices("abcdef ", k=rng.randint(3, 60)))
             writer.write({"__key__": f"{number:04d}", "png": buffer.getvalue(), "json": {"q": "?", "a": text}})
     names = [f"{number:06d}.tar" for number in range(8)]
     (folder / "data/.nv-meta/split.yaml").write_text(
@@ -101,8 +101,9 @@ def save_state(folder: Path, rank: int, state: Any) -> None:
 
 def digest(batch: dict[str, Any]) -> str:
     """Return a hash of all bits of a batch."""
-    raw = [(name, value.numpy().tobytes() if hasattr(value, "numpy") else value) for name, value in batch.items()]
-    return hashlib.sha256(repr([each for each in raw if each[0] != "__sources__"]).encode()).hexdigest()[:16]
+    fields = [(name, value) for name, value in batch.items() if name != "__sources__"]
+    raw = [(name, value.numpy().tobytes() if hasattr(value, "numpy") else value) for name, value in fields]
+    return hashlib.sha256(repr(raw).encode()).hexdigest()[:16]
 
 
 def run_segment(folder: Path, name: str, world: int, workers: int, begin: int, end: int, kill_s: float | None) -> None:
@@ -144,9 +145,9 @@ def hashes_by_slot(folder: Path) -> dict[int, set[str]]:
     """Read the hashes that a segment has logged, by slot."""
     hashes: dict[int, set[str]] = {}
     for log in folder.glob("*.log"):
-        for line in log.read_text().splitlines():
-            if len(line.split()) == 2 and len(line.split()[1]) == 16:
-                hashes.setdefault(int(line.split()[0]), set()).add(line.split()[1])
+        for slot, _, hashed in (line.partition(" ") for line in log.read_text().splitlines()):
+            if len(hashed) == 16:  # otherwise the line is incomplete
+                hashes.setdefault(int(slot), set()).add(hashed)
     return hashes
 
 
@@ -165,11 +166,11 @@ def main() -> None:
         run_segment(folder, "whole", 1, 0, 0, options.iterations, None)
         expected = hashes_by_slot(folder / "whole")
         for run in range(options.runs):
-            draw, world, slot, kills = random.Random(run), 1, 0, 0
+            rng, world, slot, kills = random.Random(run), 1, 0, 0
             name = f"run{run}-0"
             while slot < options.iterations:
                 last = kills == 2
-                workers, kill_s = draw.choice([0, 1, 2]), None if last else draw.random()
+                workers, kill_s = rng.choice([0, 1, 2]), None if last else rng.random()
                 run_segment(folder, name, world, workers, slot, options.iterations, kill_s)
                 found = hashes_by_slot(folder / name)
                 wrong = [at for at, hashes in found.items() if hashes != expected.get(at, hashes)]
@@ -178,7 +179,7 @@ def main() -> None:
                 if last:
                     break
                 kills, previous, before = kills + 1, name, world
-                name, world = f"run{run}-{kills}", draw.choice([1, 2])
+                name, world = f"run{run}-{kills}", rng.choice([1, 2])
                 slot = copy_newest_state(folder, previous, name, before, world)
             print(f"run {run}: {kills} kills, exact")
 

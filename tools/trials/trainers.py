@@ -62,7 +62,7 @@ def try_trainer(trainer: str, cases: list[str], python: str, folder: Path) -> di
     Returns:
         By case: "exact", "DIFFERS" (with details on stderr), or "–" if the trainer does not support the case.
     """
-    found = dict.fromkeys(cases, "–")
+    results = dict.fromkeys(cases, "–")
     wanted = [case for case in cases if case not in LEFT_OUT.get(trainer, ()) and case != REJECTIONS]
     trials = {case: CASES[case](trainer, new_folder(folder, f"{i}")) for i, case in enumerate(wanted)}
     together = {case: trial for case, trial in trials.items() if trial.on_one_rank}
@@ -72,31 +72,23 @@ def try_trainer(trainer: str, cases: list[str], python: str, folder: Path) -> di
             output = run_cases(trial.runs, python)
         try:
             trial.check()
-            found[case] = "exact"
+            results[case] = "exact"
         except Differs as difference:
             print(f"{trainer}, {case}: {difference}\n{output}", file=sys.stderr)
-            found[case] = "DIFFERS"
-        print(f"{trainer:12} {case:24} {found[case]}", flush=True)
+            results[case] = "DIFFERS"
+        print(f"{trainer:12} {case:24} {results[case]}", flush=True)
     tests = ROOT / f"tests/trainers/refusals/{trainer}.py"
     if REJECTIONS in cases and tests.exists():
-        found[REJECTIONS] = run_rejection_tests(tests, python)
-    return found
+        failures = run_cases([], python, str(tests))
+        print(failures, file=sys.stderr, end="")
+        results[REJECTIONS] = "FAILS" if failures else "passes"
+    return results
 
 
-def run_rejection_tests(tests: Path, python: str) -> str:
-    """Run the tests of errors of a trainer, and return "passes" or "FAILS"."""
+def run_cases(cases: list[Case], python: str, *tests: str) -> str:
+    """Run cases and files of tests, and return their output if they fail, else ""."""
     try:
-        drive([], str(tests), python=python)
-    except Differs as failure:
-        print(failure, file=sys.stderr)
-        return "FAILS"
-    return "passes"
-
-
-def run_cases(cases: list[Case], python: str) -> str:
-    """Run cases, and return their output if they fail, else ""."""
-    try:
-        drive(cases, python=python)
+        drive(cases, *tests, python=python)
     except Differs as difference:
         return str(difference)
     return ""
@@ -125,7 +117,7 @@ def main() -> None:
     print("\n| case |", " | ".join(trainers), "|\n|---|" + "---|" * len(trainers))
     for case in cases:
         print(f"| {case} |", " | ".join(rows[trainer][case] for trainer in trainers), "|")
-    sys.exit(any(found not in ("exact", "passes", "–") for row in rows.values() for found in row.values()))
+    sys.exit(any(result not in ("exact", "passes", "–") for row in rows.values() for result in row.values()))
 
 
 if __name__ == "__main__":

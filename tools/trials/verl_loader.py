@@ -87,13 +87,13 @@ def write_inputs(folder: Path) -> None:
 
 def run_verl(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_after: float | None) -> None:
     """Run verl's command. Kill it `kill_after` seconds after its next checkpoint, unless it is None."""
-    module, own = COMMANDS.get(mode, ("trainer.main_ppo", VERSION_1))
-    settings = f"{COMMON} {own}".format(folder, run, mode, epochs)
+    module, mode_settings = COMMANDS.get(mode, ("trainer.main_ppo", VERSION_1))
+    settings = f"{COMMON} {mode_settings}".format(folder, run, mode, epochs)
     modules = "savable_verl,verl_stand_ins" if loader == "ours" else "verl_stand_ins"
     ray = {"RAY_AUTH_MODE": "disabled", "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
     paths = os.pathsep.join(map(str, (folder, Path(__file__).parent)))
     environment = {**os.environ, **ray, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": paths}
-    latest = run / "latest_checkpointed_iteration.txt"
+    latest = run / "latest_checkpointed_iteration.txt"  # verl writes the iteration of the newest checkpoint to it
     before = latest.read_text() if latest.exists() else ""
     with (folder / f"{run.name}.log").open("a") as log:
         command = [sys.executable, "-m", f"verl.{module}", *settings.split()]
@@ -104,8 +104,8 @@ def run_verl(folder: Path, run: Path, mode: str, loader: str, epochs: int, kill_
         time.sleep(kill_after)
         if process.poll() is None:
             processes = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for each in processes:
-                each.kill()
+            for running in processes:
+                running.kill()
             psutil.wait_procs(processes, timeout=60)
             process.wait()
             return
@@ -169,13 +169,13 @@ def main() -> None:
         for mode in {*IN_ORDER} & {*options.modes}:
             run_verl(folder, folder / f"{mode}-uninterrupted", mode, options.loader, options.epochs, None)
         for mode, number in itertools.product(options.modes, range(options.runs)):
-            run, draw = folder / f"{mode}{number}", random.Random(number)
+            run, rng = folder / f"{mode}{number}", random.Random(number)
             for _ in range(options.kills):
-                run_verl(folder, run, mode, options.loader, options.epochs, 2 * draw.random())
+                run_verl(folder, run, mode, options.loader, options.epochs, 2 * rng.random())
             run_verl(folder, run, mode, options.loader, options.epochs, None)
-            result, right = judge(folder, run, mode, order, options.epochs)
+            result, is_right = judge(folder, run, mode, order, options.epochs)
             print(f"{mode}, {options.loader}: {options.kills} kills, {result}", flush=True)
-            failed |= not right
+            failed |= not is_right
     sys.exit(failed)
 
 

@@ -60,7 +60,8 @@ def _check_wheel(uv: str, python: str, wheel: Path, folder: Path, oldest: list[o
     if oldest:
         _run(uv, "pip", "install", "--quiet", "--python", env_python, *oldest)
     _run(uv, "pip", "install", "--quiet", "--python", env_python, wheel)
-    _write_images(env_python, folder / "files")
+    (folder / "files").mkdir()
+    _run(env_python, __file__, "--images", folder / "files")
     _run(folder / "env/bin/savable", "convert", folder / "files", folder / "shards", "--shard-samples", "50")
     train = [env_python, __file__, "--train", folder / "shards"]
     _run(*train, folder / "uninterrupted.json", "0", STEPS, "2")
@@ -81,11 +82,6 @@ def _run(*command: object) -> str:
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     arguments = [str(argument) for argument in command]
     return subprocess.run(arguments, check=True, capture_output=True, text=True, env=clean, cwd="/").stdout
-
-
-def _write_images(python: Path, folder: Path) -> None:
-    folder.mkdir()
-    _run(python, __file__, "--images", folder)
 
 
 def write_images(folder: Path) -> None:
@@ -125,11 +121,12 @@ def train(shards: str, log: Path, first: int, last: int) -> Iterator[str]:
 
 
 def _hash(batch: dict[str, Any]) -> str:
-    hashed = hashlib.sha256()
+    """Return a hash of the names and all bits of a batch's fields."""
+    digest = hashlib.sha256()
     for name, value in sorted(batch.items()):
-        hashed.update(name.encode())
-        hashed.update(value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
-    return hashed.hexdigest()[:16]
+        digest.update(name.encode())
+        digest.update(value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode())
+    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":

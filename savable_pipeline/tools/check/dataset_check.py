@@ -35,7 +35,7 @@ from savable_pipeline.tools.check.file_check import NOT_DECODED, ONE_KEYFRAME, C
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The size of a dataset, and its problems, sorted by shard."""
+    """Result of a check: the size of a dataset, and its problems, sorted by shard."""
 
     root: str  # a folder or a URL
     shards: int
@@ -54,7 +54,7 @@ class _Dataset:
 
     root: str
     names: list[str]
-    whole: bool  # whether the user named the whole dataset, so that all shards of the metadata must exist
+    is_whole: bool  # whether the user named the whole dataset, so that all shards of the metadata must exist
     metadata: Path  # a folder, which may contain Energon's metadata
     indexed: dict[str, ShardEntry]  # by name
     problems: list[Problem] = field(default_factory=list)  # found so far
@@ -91,7 +91,7 @@ def check_dataset(
     options = CheckSettings(form, decode, {**source.settings, **chosen})
     problems, counts = _metadata_problems(dataset.metadata, dataset.names)
     problems += dataset.problems
-    names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.whole else dataset.names
+    names = sorted({*dataset.names, *counts, *dataset.indexed}) if dataset.is_whole else dataset.names
     reports = []
     progress(0, len(names))
     for done, (name, answer) in enumerate(_check_shards(dataset, names, processes or os.cpu_count() or 1, options), 1):
@@ -124,9 +124,9 @@ def _join_reports(root: str, shards: int, reports: list[ShardReport], problems: 
     warnings = [*lacking_parts(samples, parts), *dotted_parts(samples, parts, most_parts, dotted)]
     links = [(report.name, report.links) for report in reports if report.links.count]
     if links:
-        name, first = min(links, key=lambda pair: pair[0])
-        count = sum(each.count for _, each in links)
-        warnings.append(links_warning(root, count, f"{first.first} in {name}"))
+        shard, links_of_shard = min(links, key=lambda name_and_links: name_and_links[0])
+        count = sum(shard_links.count for _, shard_links in links)
+        warnings.append(links_warning(root, count, f"{links_of_shard.first} in {shard}"))
     warnings += _media_warnings(counts)
     return CheckReport(root, shards, samples, size, problems, warnings, counts[ALPHA], dict(empty), dict(nulls))
 
@@ -170,7 +170,10 @@ def _media_warnings(counts: Counter[str]) -> Iterator[str]:
 
 
 def _check_shards(dataset: _Dataset, names: list[str], processes: int, options: CheckSettings) -> Iterator[Answer]:
-    """Check shards in processes, and yield their reports as MessagePack. Remote shards are downloaded one by one."""
+    """Check shards in several processes, and yield each report as MessagePack, or None if its process was killed.
+
+    Remote shards are downloaded one by one.
+    """
     if not is_remote(dataset.root):
         yield from each_shard(partial(file_check.check_file, options=options), Path(dataset.root), names, processes)
         return
@@ -182,7 +185,7 @@ def _check_shards(dataset: _Dataset, names: list[str], processes: int, options: 
 
 
 def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | None) -> Iterator[Problem]:
-    """Yield differences of a shard from its entry in the index and from its count in the metadata."""
+    """Yield differences of a shard from its index entry, and from its `count` of samples in the metadata."""
     if any(problem.reason in ("missing shard", "damaged shard", "cannot be checked") for problem in report.problems):
         return
     if entry is not None and (entry.size, entry.samples, entry.digest) != (report.size, report.samples, report.digest):
@@ -197,7 +200,7 @@ def _index_problems(report: ShardReport, entry: ShardEntry | None, count: int | 
 
 
 def _metadata_problems(root: Path, names: list[str]) -> tuple[list[Problem], dict[str, int]]:
-    """Return the problems of Energon's metadata, and its number of samples by shard."""
+    """Return the problems of Energon's metadata, and the number of samples that it states for each shard."""
     problems: list[Problem] = []
     counts: dict[str, int] = {}
     try:

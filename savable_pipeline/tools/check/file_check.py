@@ -35,9 +35,9 @@ from savable_pipeline.data.stores.record_store import RecordStore
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import SavableError, ShardError
 
-LARGEST = 1 << 30  # bytes up to which a part is read whole; no image or text is larger, but a video may be
+_MOST_READ_BYTES = 1 << 30  # bytes up to which a part is read whole; no image or text is larger, but a video may be
 ONE_KEYFRAME, NOT_DECODED = "one keyframe", "not decoded"  # counts of long videos, and of media without PyAV
-_ZEROS = 64  # bytes; a shorter part of zeros may be intended
+_LEAST_ZERO_BYTES = 64  # bytes of a part of zeros that is a problem; a shorter one may be intended
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ShardReport(msgspec.Struct):
-    """The size of a shard, and its problems."""
+    """Result of the check of a shard: its size and its problems."""
 
     name: str
     size: int
@@ -100,22 +100,22 @@ def check_file(root: Path, name: str, options: CheckSettings) -> ShardReport:
     if entry.samples:
         try:
             with tempfile.TemporaryDirectory() as temporary:
-                problems += _check_store(_store(options, [table], root, Path(temporary) / "index"), name, counts)
+                problems += _check_store(_open_store(options, [table], root, Path(temporary) / "index"), name, counts)
                 if file_format.name == "lerobot" and (root / INFO).exists():
                     tables = [table, file_format.scan(root, INFO)]
-                    store = _store(options, tables, root, Path(temporary) / "episodes")
+                    store = _open_store(options, tables, root, Path(temporary) / "episodes")
                     problems += _check_frames(store, root, name, counts)
         except (SavableError, ValueError) as error:
             problems.append(Problem("cannot be checked", encodable(str(error)), name))
     report = ShardReport(name, entry.size, entry.samples, entry.digest, problems)
-    report.parts, report.most_parts, report.counts = dict(counts.parts), counts.most_parts, dict(counts.media)
-    report.empty, report.nulls = dict(counts.empty), dict(counts.nulls)
+    report.parts, report.empty, report.nulls = dict(counts.parts), dict(counts.empty), dict(counts.nulls)
+    report.most_parts, report.counts = counts.most_parts, dict(counts.media)
     if file_format.name == TAR:
         report.dotted, report.links = sorted(counts.dotted), TarColumns.of(table).links
     return report
 
 
-def _store(options: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
+def _open_store(options: CheckSettings, tables: list[ShardTable], root: Path, path: Path) -> RecordStore:
     """Open the store of these files, with an index in another folder so that theirs is not changed."""
     write_index(path, tables, options.form)
     files = IndexedFiles(options.form, options.form.index_at(path), path, None, root, tolerant=True)
@@ -138,12 +138,15 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
             yield Problem(reason_of(error), detail, name, index=row)
             row = store.next_readable(0, row, reason_of(error))
     yield from _check_named_files(store, name, counts)
-    duplicates = (each for each in store.rejects() if each.reason == "two parts with one extension")
-    yield from (Problem(each.reason, each.detail, each.file, each.key) for each in duplicates)
+    duplicates = (reject for reject in store.rejects() if reject.reason == "two parts with one extension")
+    yield from (Problem(reject.reason, reject.detail, reject.file, reject.key) for reject in duplicates)
 
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:
-    """Yield a problem for each video of an episode with fewer frames than its row lists, without decoding."""
+    """Yield a problem for each video of an episode that has fewer frames than the episode's row states.
+
+    No frame is decoded.
+    """
     times: dict[str, NDArray[np.float64]] = {}  # times of frames, by file
     for row in range(store.entries[0].samples):
         for part in store.range_parts:  # type: ignore[attr-defined]
@@ -185,15 +188,16 @@ def _check_named_files(store: RecordStore, name: str, counts: _FileCounts) -> It
 
 def check_remote_file(folder: Path, name: str, url: str, options: CheckSettings) -> ShardReport:
     """Check a remote file: download it to an empty folder, and remove it afterwards."""
-    sidecars = {each for form in FORMATS for each in form.sidecar_names(name)}
+    sidecars = {sidecar for form in FORMATS for sidecar in form.sidecar_names(name)}
     session = Session.of()
     # Two files may share a sidecar, so each is downloaded to its own folder.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         local = Path(temporary)
         try:
             names = [name, *sorted(sidecars)]
-            for each, stat in zip(names, session.each("stat", [(url, e, e == name) for e in names]), strict=True):
-                if stat is not None:
+            stats = session.each("stat", [(url, each, each == name) for each in names])  # only the file must exist
+            for each, stat in zip(names, stats, strict=True):
+                if stat is not None:  # its first value is the size
                     session.call("whole", url, each, stat[0], str(local / each))
             return check_file(local, name, options)
         except SavableError as error:
@@ -211,9 +215,9 @@ def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> 
     counts.nulls.update(nulls)
     counts.without_bytes.update(without_bytes)
     for extension in extensions:
-        data, size = store.head(0, row, extension, LARGEST)
+        data, size = store.head(0, row, extension, _MOST_READ_BYTES)
         counts.empty.update([] if size else [extension])
-        fault = part_fault(extension, data, counts.media) if size <= LARGEST else ""
+        fault = part_fault(extension, data, counts.media) if size <= _MOST_READ_BYTES else ""
         if not fault and part_types.part_type(extension) in (*part_types.VIDEO_PARTS, *part_types.AUDIO_PARTS):
             fault = _media_fault(store, name, row, extension, counts)
         if fault:
@@ -222,6 +226,7 @@ def _check_row(store: RecordStore, name: str, row: int, counts: _FileCounts) -> 
 
 def _media_fault(store: RecordStore, name: str, row: int, extension: str, counts: _FileCounts) -> str:
     """Return why an audio or video part cannot be decoded, or "" if it can be, or is not chosen for decoding."""
+    # a hash chooses the fraction `share` of the parts, the same ones in each check
     if xxh3_64_intdigest(f"{name}\0{row}\0{extension}".encode()) >= counts.share * 2.0**64:
         return ""
     try:
@@ -235,7 +240,7 @@ def _media_fault(store: RecordStore, name: str, row: int, extension: str, counts
 
 
 def _problem(store: RecordStore, name: str, row: int, extension: str, fault: str) -> Problem:
-    """Return the problem of a part. `fault` is its reason and detail, separated by ": "."""
+    """Return the problem of a part. `fault` is the problem's reason and detail, separated by ": "."""
     reason, _, detail = fault.partition(": ")
     offset = store.part_offset(0, row, extension)
     return Problem(reason, encodable(detail), name, encodable(store.key(0, row)), extension, offset, row)
@@ -246,7 +251,7 @@ def part_fault(extension: str, data: bytes, counts: Counter[str]) -> str:
 
     Unusual properties of images are added to `counts`.
     """
-    if len(data) >= _ZEROS and not data.strip(b"\0"):
+    if len(data) >= _LEAST_ZERO_BYTES and not data.strip(b"\0"):
         return f"zero-filled: all {len(data)} bytes are zeros"
     fault = part_types.decode_error(extension, data) or part_types.utf8_error(extension, data)
     if not fault and part_types.part_type(extension) in part_types.IMAGE_PARTS:

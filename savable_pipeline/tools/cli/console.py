@@ -36,26 +36,28 @@ err = console(stderr=True)  # progress and errors
 
 
 def escape_markup(text: str) -> str:
-    """Escape markup, and characters that control a terminal, such as `\\x1b`."""
-    return escape(visible(text))
+    """Escape rich's markup, and characters that control a terminal, such as `\\x1b`."""
+    return escape(escape_controls(text))
 
 
-def visible(text: str) -> str:
-    """Escape characters that control a terminal. Markup stays."""
-    return "".join(map(_escaped, text))
+def escape_controls(text: str) -> str:
+    """Escape characters that control a terminal, but not rich's markup."""
+    return "".join(map(_escape_control, text))
 
 
-def _escaped(character: str) -> str:
-    """Return a character, or its escape sequence if a terminal would not show it."""
+def _escape_control(character: str) -> str:
+    """Return a character, or its escape sequence if a terminal would not show the character."""
     if unicodedata.category(character) not in _INVISIBLE_CATEGORIES:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode()
 
 
 def print_counts(console: Console, word: str, counts: Mapping[str, int], scope: str = "") -> None:
-    """Print in how many samples each part is `word`, such as "empty".
+    """Print one line: in how many samples each part is `word`, such as "empty".
 
-    It prints one line, or nothing if all counts are 0. `scope` is a note at its end.
+    The line ends with `scope`.
+
+    Nothing is printed if all counts are 0.
     """
     lines = [f"{name} in {counted(count, 'sample')}" for name, count in counts.items() if count]
     if lines:
@@ -83,14 +85,17 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def exit_failed(reason: str, *, as_json: bool = False) -> NoReturn:
-    """Exit with 1, after printing the reason unless the output is JSON."""
+    """Exit with code 1. The reason is printed first, unless the output is JSON."""
     if not as_json:
         out.print(f"[bold red]FAILED:[/] {escape_markup(reason)}")
     raise typer.Exit(1)
 
 
 def check_output(*paths: Path | None) -> None:
-    """Raise ValueError for a file whose folder does not exist, before any work."""
+    """Raise ValueError for an output file that cannot be created.
+
+    Either it is a folder, or its folder does not exist.
+    """
     for path in filter(None, paths):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; expected a name for a file, such as {path / 'page.html'}")
@@ -109,12 +114,11 @@ def byte_count(size: str) -> int:
     return int(Decimal(number) * (1024 if binary else 1000) ** " kmgt".index(prefix[:1].lower() or " "))
 
 
-ShowProgress: TypeAlias = Callable[..., None]  # (things done, all things, bytes done if known)
+ShowProgress: TypeAlias = Callable[..., None]  # its arguments: things done, all things, and bytes done if known
 TargetArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET",
-        help="A loader, a function that builds one, or a pipeline: file.py:name or module:name.",
+        metavar="TARGET", help="A loader, a function that builds one, or a pipeline: file.py:name or module:name."
     ),
 ]
 # Options are grouped in these panels of `--help`.
@@ -148,28 +152,30 @@ _LINE_EVERY_S = 10.0  # seconds between two lines of progress
 
 
 @contextlib.contextmanager
-def progress_of(console: Console, before: str, things: str, during: str = "") -> Iterator[ShowProgress]:
-    """Yield a function that shows progress: a bar on a terminal, else lines.
+def progress_shown(console: Console, first_text: str, things: str, later_text: str = "") -> Iterator[ShowProgress]:
+    """Yield a function that shows progress.
 
-    A line is printed every ten seconds.
+    It draws a bar on a terminal, and otherwise prints a line every ten seconds.
 
-    `before` is the text until the number of things is known, and `during` the text from then on. "" (default): the
-    same text.
+    `things` names what is counted, such as "samples". `first_text` is shown until their number is known, and
+    `later_text` from then on. "" (default): the same text.
     """
-    during = during or before
+    text = later_text or first_text
     if not console.is_terminal:
-        yield _Lines(console, f"{during}: {{:,}} of {{:,}} {things}")
+        yield _ProgressLines(console, f"{text}: {{:,}} of {{:,}} {things}")
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     rate = TextColumn("{task.fields[rate]}", markup=False)
     with Progress(*columns, rate, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(visible(before), total=None, rate="")
+        task = bar.add_task(escape_controls(first_text), total=None, rate="")
         speed = _Rate()
 
         def update(done: int, total: int, size: int = 0) -> None:
-            bar.update(task, description=visible(during), completed=done, total=total, rate=speed.text(done, size))
+            bar.update(
+                task, description=escape_controls(text), completed=done, total=total, rate=speed.text(done, size)
+            )
 
         yield update
 
@@ -193,17 +199,17 @@ class _Rate:
         return f"{things}, {human_bytes(size)}, {human_bytes(size / seconds)}/s" if size and things else things
 
 
-class _Lines:
+class _ProgressLines:
     """Prints progress as a plain line every ten seconds. A short job prints none."""
 
     def __init__(self, console: Console, line: str) -> None:
         self._console = console
         self._line = line
         self._rate = _Rate()
-        self._next = time.monotonic() + _LINE_EVERY_S
+        self._next_line_s = time.monotonic() + _LINE_EVERY_S
 
     def __call__(self, done: int, total: int, size: int = 0) -> None:
         rate, now = self._rate.text(done, size), time.monotonic()
-        if now >= self._next:
+        if now >= self._next_line_s:
             self._console.print(escape_markup(self._line.format(done, total) + (f" ({rate})" if rate else "")))
-            self._next = now + _LINE_EVERY_S
+            self._next_line_s = now + _LINE_EVERY_S

@@ -32,7 +32,7 @@ from savable_pipeline.tools.cli.console import (
     parallel_option,
     print_counts,
     print_warnings,
-    progress_of,
+    progress_shown,
 )
 
 if TYPE_CHECKING:
@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 def convert_source(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC",
-            help="A folder of files, a table, records, tars, or a URL of some.",
-        ),
+        str, typer.Argument(metavar="SRC", help="A folder of files, a table, records, tars, or a URL of some.")
     ],
     target: Annotated[
         str, typer.Argument(metavar="DST", help="The folder for the shards, or its URL: s3://, gs://, az://.")
@@ -97,7 +93,7 @@ def convert_source(
             classes=tuple(class_names(classes_from)) if classes_from else classes,
             key_end=key_end,  # type: ignore[arg-type]  # Options checks it
             file_fields=_file_fields(no_files, file_field),
-            split=tuple((name, share) for name, _, share in (each.partition("=") for each in split or ())),
+            split=tuple((name, fraction) for name, _, fraction in (text.partition("=") for text in split or ())),
             only=_parse_parts(only),
             unpacked_bytes=byte_count(unpacked_bytes),
         )
@@ -105,7 +101,7 @@ def convert_source(
         err.print(escape_markup(f"reading {source}: {files.words}"))
         with (
             engine_named(engine, workers) as cluster,
-            progress_of(err, "reading", "samples", "converting") as progress,
+            progress_shown(err, "reading", "samples", "converting") as progress,
         ):
             report = run_conversion(
                 files,
@@ -129,7 +125,7 @@ def convert_source(
 
 
 def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | None:
-    """Return the fields that name files: those of the options, () for none, or None for the default."""
+    """Return the fields that name files, from the two options: () for none, and None for the default."""
     if no_files and named:
         raise ValueError("--no-files and --file-field exclude each other")
     return () if no_files else tuple(named) if named else None
@@ -137,7 +133,7 @@ def _file_fields(no_files: bool, named: list[str] | None) -> tuple[str, ...] | N
 
 def _parse_parts(text: str | None) -> tuple[str, ...]:
     """Split the names of parts in an option."""
-    names = tuple(name for part in (text or "").split(",") if (name := part.strip()))
+    names = tuple(stripped for name in (text or "").split(",") if (stripped := name.strip()))
     if text is not None and not names:
         raise ValueError("--only names no part. Pass extensions, such as jpg,txt")
     return names
@@ -178,9 +174,9 @@ _MOST_SHOWN = 10  # rejects that are printed one by one
 
 
 def print_report(console: Console, report: Report, path: str) -> None:
-    """Print what was written, and what was rejected and why.
+    """Print how much was written, and which samples were rejected and why.
 
-    `path` is the file with all rejects.
+    `path` is the file that lists all rejects.
     """
     if report.already:
         console.print("all is there already, nothing was written:")

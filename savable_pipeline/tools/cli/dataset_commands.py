@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from savable_pipeline.core.files import replace_file
+from savable_pipeline.core.named_object import names_object
 from savable_pipeline.core.wording import clean_address, counted, human_bytes
 from savable_pipeline.tools.cli.console import (
     ClassesOption,
@@ -32,7 +33,7 @@ from savable_pipeline.tools.cli.console import (
     output_option,
     print_counts,
     print_warnings,
-    progress_of,
+    progress_shown,
 )
 from savable_pipeline.tools.cli.convert_command import EngineOption, engine_named
 
@@ -56,7 +57,7 @@ ColumnsOption: TypeAlias = Annotated[
 ]
 
 
-def _settings(
+def _open_settings(
     key_end: str | None,
     classes: bool,
     key_field: str | None,
@@ -64,7 +65,7 @@ def _settings(
     file_field: list[str] | None,
     files_from: Path | None,
 ) -> dict[str, Any]:
-    """Return the arguments of `sp.open_dataset` for these options. None: the option is not used."""
+    """Return the arguments of `sp.open_dataset` for these options. An option that is not used has None."""
     if key_end not in ("first", "last", None):
         raise ValueError(f"key_end must be 'first' or 'last', not {key_end!r}")
     return {
@@ -91,19 +92,19 @@ def info(
     from savable_pipeline.data.dataset.info import dataset_info
 
     with errors_as_lines():
-        settings = _settings(key_end, classes, key_field, columns, file_field, files_from)
+        settings = _open_settings(key_end, classes, key_field, columns, file_field, files_from)
         _print_info(path, dataset_info(path, **settings), as_json=as_json)
 
 
 def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     """Print facts about the dataset at `path`, in tables or as one JSON object."""
     if as_json:
-        out.print(json.dumps(_info_object(info), indent=2), markup=False)
+        out.print(json.dumps(_info_json(info), indent=2), markup=False)
         return
     out.print(escape_markup(f"{clean_address(path)}: {_size_text(len(info.shards), info.samples, info.size)}"))
     facts = Table("", "", show_header=False, box=None)
     if len(info.shards) > 1:
-        smallest, largest = _extremes(info)
+        smallest, largest = _smallest_and_largest(info)
         facts.add_row("smallest shard", _shard_text(smallest))
         facts.add_row("largest shard", _shard_text(largest))
     for split, count in info.splits.items():
@@ -118,9 +119,11 @@ def _print_info(path: str, info: Info, *, as_json: bool) -> None:
     out.print(parts)
     if info.media:
         media = Table("media", "parts", "hours", "size", "fps", "rate", "cannot be read")
-        for extension, kind in info.media.items():
-            hours, broken = f"{kind.hours:,.2f}" if kind.hours else "", f"{kind.broken:,}" if kind.broken else ""
-            media.add_row(escape_markup(extension), f"{kind.parts:,}", hours, kind.size, kind.fps, kind.rate, broken)
+        for extension, part_media in info.media.items():
+            hours = f"{part_media.hours:,.2f}" if part_media.hours else ""
+            broken = f"{part_media.broken:,}" if part_media.broken else ""
+            shown = part_media.size, part_media.fps, part_media.rate, broken
+            media.add_row(escape_markup(extension), f"{part_media.parts:,}", hours, *shown)
         out.print(media)
     print_counts(out, "null", info.nulls, scope)
     print_counts(out, "empty", {extension: part.empty for extension, part in info.parts.items()}, scope)
@@ -132,18 +135,20 @@ def _size_text(shards: int, samples: int, size: int) -> str:
     return f"{counted(samples, 'sample')} ({f'{shards:,} shards, ' * (shards > 1)}{human_bytes(size)})"
 
 
-def _extremes(info: Info) -> tuple[ShardEntry, ShardEntry]:
+def _smallest_and_largest(info: Info) -> tuple[ShardEntry, ShardEntry]:
     """Return the smallest and the largest shard."""
-    return min(info.shards, key=lambda e: (e.size, e.name)), max(info.shards, key=lambda e: (e.size, e.name))
+    by_size = sorted(info.shards, key=lambda entry: (entry.size, entry.name))
+    return by_size[0], by_size[-1]
 
 
 def _shard_text(entry: ShardEntry) -> str:
+    """Format a shard: `000000.tar: 7 samples, 30.7 kB`."""
     return escape_markup(f"{entry.name}: {counted(entry.samples, 'sample')}, {human_bytes(entry.size)}")
 
 
-def _info_object(info: Info) -> dict[str, object]:
+def _info_json(info: Info) -> dict[str, object]:
     """Return the facts about a dataset as JSON."""
-    smallest, largest = _extremes(info)
+    smallest, largest = _smallest_and_largest(info)
     return {
         "root": info.root,
         "shards": len(info.shards),
@@ -153,8 +158,8 @@ def _info_object(info: Info) -> dict[str, object]:
         "smallest_shard": {"name": smallest.name, "samples": smallest.samples, "bytes": smallest.size},
         "largest_shard": {"name": largest.name, "samples": largest.samples, "bytes": largest.size},
         "warnings": info.warnings,
-        "parts": {e: {"samples": part.samples, "mean_bytes": part.mean} for e, part in info.parts.items()},
-        "empty": {e: part.empty for e, part in info.parts.items() if part.empty},
+        "parts": {name: {"samples": part.samples, "mean_bytes": part.mean} for name, part in info.parts.items()},
+        "empty": {name: part.empty for name, part in info.parts.items() if part.empty},
         "nulls": info.nulls,
         "media": {extension: asdict(found) for extension, found in info.media.items()},
         "first_sample": {"key": info.first_key, "parts": info.first_parts},
@@ -181,7 +186,7 @@ def index(
     with errors_as_lines():
         if media:
             reject_remote(path)
-        with engine_named(engine, workers) as cluster, progress_of(err, "indexing", "shards") as progress:
+        with engine_named(engine, workers) as cluster, progress_shown(err, "indexing", "shards") as progress:
             index_path, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if (Path(path) / WRITTEN).is_dir() and not faults:
                 describe_indexed(Path(path), index_path)
@@ -199,7 +204,7 @@ def _index_media(path: str, workers: int | None) -> int:
     """Write the table of media and return how many headers could not be read."""
     from savable_pipeline.data.dataset.media_indexing import index_media
 
-    with progress_of(err, "reading headers", "shards") as progress:
+    with progress_shown(err, "reading headers", "shards") as progress:
         index_path, faults = index_media(path, processes=workers, progress=progress)
     _print_media_table(index_path, faults)
     return faults.count
@@ -240,8 +245,8 @@ def check(
     from savable_pipeline.tools.check.dataset_check import check_dataset
 
     with errors_as_lines():
-        settings = _settings(key_end, classes, key_field, columns, file_field, files_from)
-        with progress_of(err, "checking", "shards") as progress:
+        settings = _open_settings(key_end, classes, key_field, columns, file_field, files_from)
+        with progress_shown(err, "checking", "shards") as progress:
             report = check_dataset(path, processes=workers, decode=decode, progress=progress, **settings)
         _print_check(report, as_json=as_json)
     if report.problems:
@@ -269,13 +274,13 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
     for reason, count in reasons if len(reasons) > 1 else ():
         out.print(f"  {count:>7,} × {escape_markup(reason)}")
     for first, *others in _group_alike(report.problems):
-        about = f"{where}: " if (where := _location(first)) else ""  # "" for a problem of the whole dataset
-        more = ", ".join(_location(problem) for problem in others[:_MOST_LOCATIONS])
-        more += f" and {len(others) - _MOST_LOCATIONS:,} more" if len(others) > _MOST_LOCATIONS else ""
-        more = f" ({1 + len(others):,} times; also {more})" if more else ""
+        location = _location(first)  # "" for a problem of the whole dataset
         text = first.detail  # an error of a table includes the reason
         text = text if f"{first.reason}:" in text else f"{first.reason}: {text}"
-        out.print(escape_markup(f"{about}{text}{more}"))
+        also = ", ".join(_location(problem) for problem in others[:_MOST_LOCATIONS])
+        also += f" and {len(others) - _MOST_LOCATIONS:,} more" if len(others) > _MOST_LOCATIONS else ""
+        repeats = f" ({1 + len(others):,} times; also {also})" if also else ""
+        out.print(escape_markup(f"{location}: {text}{repeats}" if location else f"{text}{repeats}"))
 
 
 def _group_alike(problems: list[Problem]) -> list[list[Problem]]:
@@ -287,9 +292,9 @@ def _group_alike(problems: list[Problem]) -> list[list[Problem]]:
 
 
 def _location(problem: Problem) -> str:
-    """Format the file and the sample of a problem, if it has them."""
-    # The shard "." is a folder of files.
-    names = [problem.shard * (problem.shard != "."), problem.key and f"{problem.key}.{problem.part}"]
+    """Format the shard, the part of a sample and the byte offset of a problem, as far as it has them."""
+    shard = "" if problem.shard == "." else problem.shard  # the shard of a folder of files is "."
+    names = [shard, problem.key and f"{problem.key}.{problem.part}"]
     return " ".join(filter(None, names)) + ("" if problem.offset is None else f" at byte {problem.offset}")
 
 
@@ -316,20 +321,23 @@ def preview(
     Of a dataset, the page shows its numbers and a choice of samples. Of a pipeline, it shows the first batches of a
     lane. The page is one file without scripts. The exit code is 1 if a batch cannot be built.
     """
-    from savable_pipeline.core.named_object import names_object
     from savable_pipeline.tools.preview.dataset_page import SampleChoice, dataset_pages
 
-    sizes, fault = [], ""
+    sizes = []
+    fault = ""  # the error of a pipeline's batch
     with errors_as_lines():
         check_output(output)
         if names_object(source):
-            page, fault = _pipeline_page(source, batches=batches, seed=seed, lane=lane, lanes=lanes)
-            written = iter([(output.name, page)])
+            from savable_pipeline.stages.pipeline import named_pipeline
+            from savable_pipeline.tools.preview.pipeline_page import preview_pipeline
+
+            pipeline = named_pipeline(source)
+            page, fault = preview_pipeline(pipeline, source, batches=batches, seed=seed, lane=lane, lanes=lanes)
+            named_pages = iter([(output.name, page)])
         else:
-            choice = SampleChoice(samples, pages, seed, part, key)
-            settings = _settings(key_end, classes, key_field, columns, file_field, files_from)
-            written = dataset_pages(source, choice, output.name, **settings)
-        for name, page in written:
+            settings = _open_settings(key_end, classes, key_field, columns, file_field, files_from)
+            named_pages = dataset_pages(source, SampleChoice(samples, pages, seed, part, key), output.name, **settings)
+        for name, page in named_pages:
             replace_file(output.with_name(name), [page])
             sizes.append(len(page))
     more = f" and {counted(len(sizes) - 1, 'page')} more" if len(sizes) > 1 else ""
@@ -337,11 +345,3 @@ def preview(
     if fault:
         err.print(f"[bold red]error:[/] a batch could not be built: {escape_markup(fault)}")
         raise typer.Exit(1)
-
-
-def _pipeline_page(source: str, **settings: int) -> tuple[bytes, str]:
-    """Return the page of a pipeline, and the error that ended its batches, or ""."""
-    from savable_pipeline.stages.pipeline import named_pipeline
-    from savable_pipeline.tools.preview.pipeline_page import preview_pipeline
-
-    return preview_pipeline(named_pipeline(source), source, **settings)

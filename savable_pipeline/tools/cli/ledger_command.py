@@ -38,16 +38,16 @@ def find(
 
     with errors_as_lines():
         missing = False
-        for key, found in Ledger(folder).find(keys, source=source, data=data).items():
-            missing |= not found
-            if not found:
-                out.print(escape_markup(f"{key}: not given" if found == [] else f"{key}: no sample has this key"))
-            for each in found or ():
-                source_name = f" of {each.source}" if each.source else ""
-                lost = ", lost: the run was resumed from a place before it" if each.lost else ""
-                where = f"slot {each.slot}, step {each.step}, rank {each.rank} of {each.world_size}"
-                outcome = f"{', again' if each.again else ''}{', ' if each.outcome else ''}{each.outcome}"
-                out.print(escape_markup(f"{key}{source_name}: epoch {each.epoch}, {where}{outcome}{lost}"))
+        for key, uses in Ledger(folder).find(keys, source=source, data=data).items():
+            missing |= not uses
+            if not uses:  # [] if the sample was not yielded, None if there is no such sample
+                out.print(escape_markup(f"{key}: not given" if uses == [] else f"{key}: no sample has this key"))
+            for use in uses or ():
+                source_name = f" of {use.source}" if use.source else ""
+                lost = ", lost: the run was resumed from a place before it" if use.lost else ""
+                where = f"slot {use.slot}, step {use.step}, rank {use.rank} of {use.world_size}"
+                outcome = f"{', again' if use.again else ''}{', ' if use.outcome else ''}{use.outcome}"
+                out.print(escape_markup(f"{key}{source_name}: epoch {use.epoch}, {where}{outcome}{lost}"))
     if missing:
         raise typer.Exit(1)
 
@@ -78,8 +78,8 @@ def batch(
         rebuilt = rebuild_batch(named_pipeline(pipeline), LedgerFiles(folder), epoch, slot)
         title = f"{pipeline}, epoch {epoch}, slot {slot}"
         if output is not None:
-            number = slot // rebuilt.recorded.start.lanes
-            replace_file(output, [batch_page(rebuilt.stage, rebuilt.stage.lane, title, number, rebuilt.batch)])
+            number_in_lane = slot // rebuilt.recorded.start.lanes
+            replace_file(output, [batch_page(rebuilt.stage, rebuilt.stage.lane, title, number_in_lane, rebuilt.batch)])
             out.print(escape_markup(str(output)))
         if save is not None:
             import torch
@@ -90,8 +90,7 @@ def batch(
 
 @ledger_app.command(epilog="Example: `savable ledger report runs/ledger -o report.html`")
 def report(
-    folder: _Folder,
-    output: Annotated[Path, output_option("--output", "-o", help="The page to write.")],
+    folder: _Folder, output: Annotated[Path, output_option("--output", "-o", help="The page to write.")]
 ) -> None:
     """Write an HTML report of a run."""
     from savable_pipeline.run.ledger.reader import LedgerFiles

@@ -25,7 +25,7 @@ from savable_pipeline.tools.cli.console import (
     out,
     output_option,
     parallel_option,
-    progress_of,
+    progress_shown,
 )
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
@@ -57,11 +57,11 @@ def plan(
     from savable_pipeline.tools.verify.target import load_target
 
     with errors_as_lines():
-        needed = None
+        workers = None
         if batch_s is not None or step_s is not None:
-            needed = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, a_node=node_workers)
+            workers = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, a_node=node_workers)
         settings = load_target(target, seed=seed, lanes=lanes, default_lanes=None)
-        _print_plan(plan_run(settings, ranks=ranks, nodes=nodes, target=target, workers=needed), as_json=as_json)
+        _print_plan(plan_run(settings, ranks=ranks, nodes=nodes, target=target, workers=workers), as_json=as_json)
 
 
 def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
@@ -80,11 +80,11 @@ def _print_plan(plan: RunPlan, *, as_json: bool) -> None:
         for name, *rest in section.facts:
             facts.add_row(escape_markup(f"  {name}"), *map(escape_markup, rest))
     out.print(facts)
-    names, *rows = lanes_rows(plan)
-    lanes = Table(*names, box=None)
+    column_names, *rows = lanes_rows(plan)
+    lanes_table = Table(*column_names, box=None)
     for row in rows:
-        lanes.add_row(*map(escape_markup, row))
-    out.print(lanes)
+        lanes_table.add_row(*map(escape_markup, row))
+    out.print(lanes_table)
     for tip in advice(plan):
         out.print(escape_markup(f"tip: {tip}"))
 
@@ -118,14 +118,14 @@ def verify_resume(
             steps=steps,
             cuts=tuple(cut or ()),
             random_cuts=random_cuts,
-            draw=draw,
+            cut_seed=draw,
             workers=tuple(workers or (2, 0)),
             seed=seed,
             lanes=lanes,
             pictures=pictures,
         )
         err.print(escape_markup(f"each segment of {target} starts a new Python process, which can take seconds"))
-        with progress_of(err, f"importing {target}", "batches", "comparing") as progress:
+        with progress_shown(err, f"importing {target}", "batches", "comparing") as progress:
             verdict = verify(plan, progress)
         _print_verdict(plan, verdict)
     if verdict.mismatch:
@@ -133,27 +133,27 @@ def verify_resume(
 
 
 def _print_verdict(plan: VerifyPlan, verdict: Verdict) -> None:
-    """Print the first difference, or how much was compared."""
+    """Print the first difference, or if there is none, how much was compared."""
     if verdict.mismatch is not None:
         _print_mismatch(verdict, verdict.mismatch)
         return
     segments = verdict.segments
-    cuts = _join_words([str(each.start) for each in segments[1:]])
+    cuts = _join_words([str(segment.start) for segment in segments[1:]])
     out.print(
         escape_markup(
             f"OK: {plan.target} resumes exactly. {_batches_text(verdict)} are equal in every byte, interrupted after "
             f"{cuts} of them."
         )
     )
-    workers = _join_words([str(each.workers) for each in segments])
+    workers = _join_words([str(segment.workers) for segment in segments])
     out.print(
-        f"  num_workers: {verdict.started.workers} uninterrupted, {workers} in the {len(segments)} segments\n"
+        f"  num_workers: {verdict.loader.workers} uninterrupted, {workers} in the {len(segments)} segments\n"
         "  Each segment was a new process with another PYTHONHASHSEED."
     )
-    if verdict.steps < 2 * verdict.started.own_lanes:
+    if verdict.steps < 2 * verdict.loader.own_lanes:
         out.print(
-            f"  These are less than two batches of each of the {verdict.started.own_lanes} lanes. Pass --steps "
-            f"{2 * verdict.started.own_lanes} to also compare what a lane keeps from one batch to the next."
+            f"  These are less than two batches of each of the {verdict.loader.own_lanes} lanes. Pass --steps "
+            f"{2 * verdict.loader.own_lanes} to also compare what a lane keeps from one batch to the next."
         )
 
 
@@ -162,10 +162,9 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     segment = mismatch.segment
     since = f"resumed after step {segment.start}" if segment.start else "not interrupted yet"
     text = f"segment {segment.number} (num_workers={segment.workers}, PYTHONHASHSEED={segment.hash_seed}, {since})"
-    lines = _difference_lines(verdict, mismatch.where) if mismatch.where else {"error": mismatch.error}
-    where = (
-        f"slot {mismatch.where.slot} of lane {mismatch.where.lane}" if mismatch.where else f"step {mismatch.step + 1}"
-    )
+    lines, where = {"error": mismatch.error}, f"step {mismatch.step + 1}"
+    if explained := mismatch.explained:
+        lines, where = _difference_lines(verdict, explained), f"slot {explained.slot} of lane {explained.lane}"
     out.print(f"[bold red]FAILED:[/] another batch at {where}, in {escape_markup(text)}")
     for name, value in lines.items():
         out.print(f"  {name:<9} " + "\n".join(map(escape_markup, value.splitlines())))
@@ -173,28 +172,28 @@ def _print_mismatch(verdict: Verdict, mismatch: Mismatch) -> None:
     out.print(
         escape_markup(
             f"  {_batches_text(verdict)} of {verdict.steps} before it are equal. The uninterrupted run had "
-            f"num_workers={verdict.started.workers} and PYTHONHASHSEED=1."
+            f"num_workers={verdict.loader.workers} and PYTHONHASHSEED=1."
         )
     )
 
 
-def _difference_lines(verdict: Verdict, where: Explained) -> dict[str, str]:
+def _difference_lines(verdict: Verdict, explained: Explained) -> dict[str, str]:
     """Return the lines that describe a difference, by title, without empty ones."""
-    rest = len(where.samples) - _MOST_SAMPLES
-    samples = "; ".join(where.samples[:_MOST_SAMPLES]) + (f" and {rest} more of the batch" if rest > 0 else "")
+    more = len(explained.samples) - _MOST_SAMPLES
+    samples = "; ".join(explained.samples[:_MOST_SAMPLES]) + (f" and {more} more of the batch" if more > 0 else "")
     lines = {
-        "field": where.field + (f" (of its rows {where.rows})" if where.rows else ""),
+        "field": explained.field + (f" (of its rows {explained.rows})" if explained.rows else ""),
         "sample": samples or "not known: the rebuilt batch has other samples",
-        "encoder": ", ".join(verdict.started.encoders),
-        "expected": where.expected,
-        "found": where.found,
-        "picture": where.picture or "",
+        "encoder": ", ".join(verdict.loader.encoders),
+        "expected": explained.expected,
+        "found": explained.found,
+        "picture": explained.picture or "",
     }
     return {name: value for name, value in lines.items() if value}
 
 
 def _hint(mismatch: Mismatch) -> str:
-    """Return where to look for the cause."""
+    """Return advice where to look for the cause of a difference."""
     if mismatch.segment.start:
         return (
             "It differs only after an interruption: something outside the state lives from one call to the next, or "
@@ -207,11 +206,13 @@ def _hint(mismatch: Mismatch) -> str:
 
 
 def _batches_text(verdict: Verdict) -> str:
-    ends = f" and {verdict.ends} end{'s' * (verdict.ends > 1)} of an epoch" if verdict.ends else ""
-    return f"{verdict.equal} batches{ends}"
+    """Format the numbers of equal batches, and of ends of epochs among them."""
+    epoch_ends = f" and {counted(verdict.epoch_ends, 'end')} of an epoch" if verdict.epoch_ends else ""
+    return f"{verdict.equal_batches} batches{epoch_ends}"
 
 
 def _join_words(words: list[str]) -> str:
+    """Join words by commas, and the last one by "and"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
@@ -239,8 +240,8 @@ def state(
 
 def _print_state(state: StateSummary) -> None:
     """Print the position of a saved run, its settings, and the lanes that have started."""
-    started = {lane: row for lane, row in state.lanes.items() if row}
-    epochs = {value for row in started.values() for field, value in row.items() if field.endswith("Reader.epoch")}
+    started = {lane: fields for lane, fields in state.lanes.items() if fields}
+    epochs = {value for fields in started.values() for name, value in fields.items() if name.endswith("Reader.epoch")}
     # endless readers count epochs of their own, which may differ
     epoch = "" if epochs - {state.numbers["epoch"]} else f" of epoch {state.numbers['epoch']}"
     out.print(
@@ -259,7 +260,7 @@ def _print_state(state: StateSummary) -> None:
 
 
 def _format_setting(name: str, value: object) -> str:
-    """Format a setting, with shards as their numbers."""
+    """Format a setting. Of a list of shards, only the numbers of shards and samples are shown."""
     if name.endswith("Reader.shards") and isinstance(value, list | dict):
         from savable_pipeline.data.dataset.shard_digests import count, sample_count
 
@@ -272,36 +273,40 @@ def _lanes_table(lanes: dict[int, dict[str, Any]], sizes: dict[int, int]) -> Tab
     from savable_pipeline.run.state.summary import shown
 
     table = Table("lane", Column("stage", overflow="fold"), "saved", title="the lanes", title_justify="left")
-    for lane, row in lanes.items():
-        saved: dict[str, list[str]] = {}
-        for field, value in row.items():
+    for lane, fields in lanes.items():
+        by_stage: dict[str, list[str]] = {}
+        for field, value in fields.items():
             stage, _, name = field.rpartition(".")
             if stage and (value or value == 0):
-                saved.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
-        about = f"{counted(row['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
-        for number, (stage, fields) in enumerate({"": [about], **saved}.items()):
-            cells = "" if number else str(lane), escape_markup(stage), escape_markup(", ".join(fields))
-            table.add_row(*cells, end_section=number == len(saved))
+                by_stage.setdefault(stage, []).append(f"{name} {shown(field, value)}".strip())
+        summary = f"{counted(fields['batches'], 'batch', 'batches')}, {sizes[lane]:,} bytes"
+        for number, (stage, texts) in enumerate({"": [summary], **by_stage}.items()):
+            cells = "" if number else str(lane), escape_markup(stage), escape_markup(", ".join(texts))
+            table.add_row(*cells, end_section=number == len(by_stage))
     return table
 
 
 def _print_differences(left: StateSummary, right: StateSummary, found: list[tuple[str, str, str]]) -> None:
-    """Print the cause, the settings that differ, the first lane that differs, and versions that differ."""
+    """Print the cause, the settings that differ, the first lane that differs, and versions that differ.
+
+    `found` has the name and both values of each field that differs.
+    """
     if not found:
         out.print("the two states are equal: both resume with the same batches")
         return
-    versions = {name: row for name, *row in found if name in {*left.environment, *right.environment}}
+    versions = {name: pair for name, *pair in found if name in {*left.environment, *right.environment}}
     by_lane: dict[str, dict[str, list[str]]] = {}
     settings: dict[str, list[str]] = {}
-    for name, *row in found:
+    for name, *pair in found:
         if match := re.match(r"lane \d+", name):
-            by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = row
+            by_lane.setdefault(match[0], {})[name.removeprefix(match[0]).strip() or "state"] = pair
         elif name not in versions:
-            settings[name] = row
+            settings[name] = pair
     first_path, second_path = (summary.settings.get("stages", []) for summary in (left, right))
     if first_path != second_path:  # lanes of different pipelines cannot be compared
         out.print(f"different pipelines: {counted(len(first_path), 'stage')} against {len(second_path)}")
-        settings["stages"], by_lane = [" > ".join(path) for path in (first_path, second_path)], {}
+        settings["stages"] = [" > ".join(path) for path in (first_path, second_path)]
+        by_lane = {}
     elif settings.keys() - {"slot", "epoch", "in flight"}:
         out.print("the same stages with different settings")
     elif settings:
@@ -316,12 +321,12 @@ def _print_differences(left: StateSummary, right: StateSummary, found: list[tupl
     _print_pairs("versions", versions)
 
 
-def _print_pairs(title: str, rows: dict[str, list[str]]) -> None:
+def _print_pairs(title: str, pairs: dict[str, list[str]]) -> None:
     """Print the values of each field in two states, on two lines if they are long."""
-    if rows and title:
+    if pairs and title:
         out.print(f"{title}:")
-    width = max(map(len, rows), default=0)
-    for name, (one, other) in rows.items():
+    width = max(map(len, pairs), default=0)
+    for name, (one, other) in pairs.items():
         between = " against " if len(one) + len(other) < 60 - width else f"\n  {'against':>{width}} "
         out.print(f"  {escape_markup(name):<{width}} {escape_markup(one)}{between}{escape_markup(other)}")
 

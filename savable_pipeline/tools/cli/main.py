@@ -33,6 +33,8 @@ _COMMANDS: list[tuple[str, Callable[..., None], str]] = [  # panel, command and 
 
 
 class _InOrderOfUse(TyperGroup):
+    """Group of commands that lists them in the order in which a user needs them."""
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of `_COMMANDS`.
 
@@ -43,12 +45,7 @@ class _InOrderOfUse(TyperGroup):
         return names
 
 
-app = typer.Typer(
-    cls=_InOrderOfUse,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_InOrderOfUse, no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 from savable_pipeline.core.wording import counted, human_bytes
 from savable_pipeline.tools.plan.run_plan import RunPlan, SourceBytes
 
-_WORLDS = 8  # numbers of ranks in a line of the table
+_SHOWN_WORLDS = 8  # numbers of ranks in a line of the table
 
 
 class Fact(NamedTuple):
-    """One line: a name, a value, and how the value is known."""
+    """One line: a name, a value, and from what the value is known."""
 
     name: str
     value: str
-    how: str
+    known_from: str
 
 
 class Section(NamedTuple):
@@ -28,14 +28,14 @@ class Section(NamedTuple):
 
 def sections(plan: RunPlan) -> list[Section]:
     """Return all numbers of a plan except those of lanes, by section."""
-    found = [
+    all_sections = [
         Section("data", [Fact("samples", f"{plan.population:,}", "index")]),
         Section("steps", list(_steps(plan))),
         Section("memory of a rank", list(_memory(plan))),
         Section("workers", list(_workers(plan))),
         Section("traffic of a node", [fact for source in plan.sources for fact in _traffic(source)]),
     ]
-    return [section for section in found if section.facts]
+    return [section for section in all_sections if section.facts]
 
 
 def verdict(plan: RunPlan) -> str:
@@ -47,12 +47,12 @@ def verdict(plan: RunPlan) -> str:
         )
     steps, ranks = plan.steps, counted(plan.ranks, "rank")
     if steps.how == "unknown":
-        number = "the steps depend on lengths, so see loader.stats() of a short run"
+        result = "the steps depend on lengths, so see loader.stats() of a short run"
     elif not steps.endless and steps.steps < 1:
         return f"{plan.target} has no step on {ranks}: it needs more data, fewer lanes or a smaller batch."
     else:
-        number = f"{steps.steps:,.0f} {_per_epoch(plan)}"
-    return f"{plan.target} runs on {ranks} with {counted(plan.lanes, 'lane')}: {number}"
+        result = f"{steps.steps:,.0f} {_steps_name(plan)}"
+    return f"{plan.target} runs on {ranks} with {counted(plan.lanes, 'lane')}: {result}"
 
 
 def advice(plan: RunPlan) -> list[str]:
@@ -61,24 +61,26 @@ def advice(plan: RunPlan) -> list[str]:
 
 
 def lanes_rows(plan: RunPlan) -> list[tuple[str, ...]]:
-    """Return the names of columns, then a row for each choice of lanes.
+    """Return a table: the names of its columns, then a row for each choice of lanes.
 
-    Columns without a value are dropped.
+    Columns without any value are dropped.
     """
     rows: list[tuple[str, ...]] = [("lanes", "ranks", "workers per rank", "steps", "left over")]
-    yours = " (default)" if plan.by_default else " (yours)"
-    for each in plan.choices:
-        mark = yours if each.lanes == plan.lanes else " (better)" if each.lanes == plan.better_lanes else ""
-        known = each.steps is not None and each.unused_share is not None and plan.steps.how != "unknown"
-        numbers = (f"{each.steps:,.0f}", f"{each.unused_share:.2%}" * bool(each.unused_share)) if known else ("", "")
-        shown = ", ".join(map(str, each.worlds[-_WORLDS:]))
-        ranks = f"{'… ' if len(each.worlds) > _WORLDS else ''}{shown}" + f"; not {plan.ranks}" * (not each.fits)
-        rows.append((f"{each.lanes}{mark}", ranks, str(each.workers) if each.fits else "", *numbers))
+    current = " (default)" if plan.by_default else " (yours)"
+    for choice in plan.choices:
+        lanes = f"{choice.lanes}"
+        lanes += current if choice.lanes == plan.lanes else " (better)" if choice.lanes == plan.better_lanes else ""
+        ranks = "… " if len(choice.worlds) > _SHOWN_WORLDS else ""
+        ranks += ", ".join(map(str, choice.worlds[-_SHOWN_WORLDS:])) + ("" if choice.fits else f"; not {plan.ranks}")
+        is_known = choice.steps is not None and choice.unused_share is not None and plan.steps.how != "unknown"
+        steps = f"{choice.steps:,.0f}" if is_known else ""
+        unused = f"{choice.unused_share:.2%}" if is_known and choice.unused_share else ""
+        rows.append((lanes, ranks, str(choice.workers) if choice.fits else "", steps, unused))
     return list(zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True))
 
 
 def _advise_lanes(plan: RunPlan) -> str:
-    """Return why a new run should have other lanes. A started run cannot change them."""
+    """Return why a new run should have another number of lanes. A started run cannot change its number."""
     choices = {choice.lanes: choice for choice in plan.choices}
     ours, better = choices[plan.planned_lanes], choices[plan.better_lanes]
     reasons = []
@@ -88,11 +90,10 @@ def _advise_lanes(plan: RunPlan) -> str:
         reasons.append(f"leaves {better.unused_share or 0.0:.2%} of an epoch over instead of {ours.unused_share:.2%}")
     if better.workers > ours.workers:
         reasons.append(f"lets a rank have {counted(better.workers, 'worker')}")
-    fewer = f", though a rank then has at most {counted(better.workers, 'worker')}"
-    return (
-        f"a new run could use lanes={better.lanes}, which {' and '.join(reasons)}"
-        f"{fewer if better.workers < ours.workers else ''}"
-    )
+    limit = ""
+    if better.workers < ours.workers:
+        limit = f", though a rank then has at most {counted(better.workers, 'worker')}"
+    return f"a new run could use lanes={better.lanes}, which {' and '.join(reasons)}{limit}"
 
 
 def _workers(plan: RunPlan) -> Iterator[Fact]:
@@ -102,7 +103,8 @@ def _workers(plan: RunPlan) -> Iterator[Fact]:
         yield Fact("CPU nodes for remote workers", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each")
 
 
-def _per_epoch(plan: RunPlan) -> str:
+def _steps_name(plan: RunPlan) -> str:
+    """Return what the number of steps is called: of an epoch, or to read endless data once."""
     return "steps per epoch" if not plan.steps.endless or plan.steps.epoch_slots else "steps to read the data once"
 
 
@@ -111,14 +113,14 @@ def _steps(plan: RunPlan) -> Iterator[Fact]:
     steps = plan.steps
     if steps.how == "unknown":
         return
-    how = "if each sample is one item" if steps.how == "one item a sample" else "counted"
-    yield Fact(_per_epoch(plan), f"{steps.steps:,.0f}", how)
+    known_from = "if each sample is one item" if steps.how == "one item a sample" else "counted"
+    yield Fact(_steps_name(plan), f"{steps.steps:,.0f}", known_from)
     if steps.filler_rows:
-        yield Fact("padding rows", f"{steps.filler_rows:,.0f}", how)
+        yield Fact("padding rows", f"{steps.filler_rows:,.0f}", known_from)
     if steps.unused_samples:
         share = steps.unused_samples / max(1, plan.population)
         unused = f"{counted(round(steps.unused_samples), 'sample')} ({share:.2%})"
-        yield Fact('left over by tail="stop"', unused, how)
+        yield Fact('left over by tail="stop"', unused, known_from)
 
 
 def _memory(plan: RunPlan) -> Iterator[Fact]:
@@ -135,14 +137,14 @@ def _memory(plan: RunPlan) -> Iterator[Fact]:
 def _traffic(source: SourceBytes) -> Iterator[Fact]:
     """Yield facts about what is read and downloaded from a source."""
     of_source = f" of {source.name}" if source.name else ""
-    how = "mean sample size"
+    estimate = "mean sample size"
     yield Fact(f"all samples{of_source}", human_bytes(source.bytes), "index")
     if not source.remote:
-        yield Fact(f"reads{of_source} per epoch", human_bytes(source.node_bytes), how)
+        yield Fact(f"reads{of_source} per epoch", human_bytes(source.node_bytes), estimate)
         return
     yield Fact(f"cache for all shards{of_source}", human_bytes(source.whole_cache), "index")
     yield Fact("  then downloads in the first epoch", human_bytes(source.first_pass), "index, 8 MiB pieces")
     later = max(0.0, source.bytes - source.first_pass)
     yield Fact("  and in all later ones, at most", human_bytes(later), "index")
-    yield Fact(f"least cache{of_source} that fetches nothing twice", human_bytes(source.least_cache), how)
-    yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), how)
+    yield Fact(f"least cache{of_source} that fetches nothing twice", human_bytes(source.least_cache), estimate)
+    yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), estimate)

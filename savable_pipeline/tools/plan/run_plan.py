@@ -37,11 +37,11 @@ class LaneStages:
 
     def __init__(self, last: Stage) -> None:
         self.last = last
-        self.stages = list(upstream(last))
-        self.readers = [stage for stage in self.stages if isinstance(stage, RecordReader)]
+        self.all = list(upstream(last))
+        self.readers = [stage for stage in self.all if isinstance(stage, RecordReader)]
 
     @property
-    def rows(self) -> int | None:
+    def batch_rows(self) -> int | None:
         """The number of items or packs of a batch.
 
         It is None if the last stage is not a `Batcher`.
@@ -49,12 +49,12 @@ class LaneStages:
         return self.last.size if isinstance(self.last, Batcher) else None
 
     @property
-    def by_length(self) -> bool:
+    def is_by_length(self) -> bool:
         """Return whether the number of batches depends on lengths of items.
 
         The index does not have these lengths.
         """
-        return self.rows is None or any(isinstance(stage, OnlinePacker) for stage in self.stages)
+        return self.batch_rows is None or any(isinstance(stage, OnlinePacker) for stage in self.all)
 
     @property
     def population(self) -> int:
@@ -101,10 +101,10 @@ class Steps:
     how: Basis
     endless: bool
     steps: float
-    unused_batches: float
+    unused_batches: float = 0
     """Batches that no rank gets, because some lanes have more than others (`tail="stop"`)."""
-    unused_samples: float
-    filler_rows: float
+    unused_samples: float = 0
+    filler_rows: float = 0
     """Rows that pad the last steps (`tail="pad"`)."""
     epoch_slots: int | None = None
 
@@ -126,64 +126,71 @@ class LanesChoice:
     unused_share: float | None
 
 
-def count_steps(settings: LoaderSettings, parts: LaneStages, *, ranks: int) -> Steps:
-    """Count the steps of an epoch, as if counts sample became one item.
+def count_steps(settings: LoaderSettings, stages: LaneStages, *, ranks: int) -> Steps:
+    """Count the steps of an epoch, as if each sample became one item.
 
-    The true number differs if the encoder skips samples or builds several items.
+    The true number differs if the encoder skips samples or builds several items of one.
     """
-    endless = parts.last.info.endless
+    endless = stages.last.info.endless
     if endless and settings.epoch_slots is not None:
-        return Steps("counted", True, settings.epoch_slots / ranks, 0, 0, 0, settings.epoch_slots)
-    known = [count for lane in range(parts.last.lane.count) if (count := count_of(parts.last, lane, 0)) is not None]
-    if len(known) == parts.last.lane.count:
-        return _finite_steps("counted", settings, parts, known, ranks)
-    if parts.rows is None or parts.by_length:
-        return Steps("unknown", endless, 0, 0, 0, 0)
+        return Steps("counted", endless, settings.epoch_slots / ranks, epoch_slots=settings.epoch_slots)
+    known = [count for lane in range(stages.last.lane.count) if (count := count_of(stages.last, lane, 0)) is not None]
+    if len(known) == stages.last.lane.count:
+        return _finite_steps("counted", settings, stages, known, ranks)
+    if stages.batch_rows is None or stages.is_by_length:
+        return Steps("unknown", endless, 0)
     if endless:
-        return Steps("one item a sample", True, parts.population / parts.rows / ranks, 0, 0, 0)
-    counts = [-(-round(parts.reader_samples(lane)) // parts.rows) for lane in range(parts.last.lane.count)]
-    return _finite_steps("one item a sample", settings, parts, counts, ranks)
+        return Steps("one item a sample", endless, stages.population / stages.batch_rows / ranks)
+    counts = [-(-round(stages.reader_samples(lane)) // stages.batch_rows) for lane in range(stages.last.lane.count)]
+    return _finite_steps("one item a sample", settings, stages, counts, ranks)
 
 
-def _finite_steps(how: Basis, settings: LoaderSettings, parts: LaneStages, counts: list[int], ranks: int) -> Steps:
+def _finite_steps(how: Basis, settings: LoaderSettings, stages: LaneStages, counts: list[int], ranks: int) -> Steps:
     """Return the steps of a finite epoch whose lanes have `counts` batches."""
-    end, lanes, rows = counted_end(counts, pad=settings.pad), len(counts), parts.rows or 1
-    lane_samples = [round(parts.reader_samples(lane)) for lane in range(lanes)]
+    end = counted_end(counts, pad=settings.pad)  # in slots
+    lanes, rows = len(counts), stages.batch_rows or 1
+    lane_samples = [round(stages.reader_samples(lane)) for lane in range(lanes)]
     if settings.pad:
         steps = -(-end // ranks)
-        return Steps(how, False, steps, 0, 0, steps * ranks * rows - sum(lane_samples))
+        return Steps(how, False, steps, filler_rows=steps * ranks * rows - sum(lane_samples))
     used = sum(min(samples, end // lanes * rows) for samples in lane_samples)
-    return Steps(how, False, end / ranks, sum(counts) - end, sum(lane_samples) - used, 0)
+    return Steps(how, False, end / ranks, unused_batches=sum(counts) - end, unused_samples=sum(lane_samples) - used)
 
 
 def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
-    """Return the run's lanes, the planned ones, and multiples of the ranks, ascending."""
+    """Return the effects of several numbers of lanes, in ascending order.
+
+    They are the run's number, the planned one, and multiples of `ranks`.
+    """
     planned = next_lanes(settings.lanes, ranks)
     population = builder.build(0, planned).population
     choices = []
     for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
-        worlds = [n for n in range(1, lanes + 1) if lanes % n == 0 and ranks / _NEAR <= n <= ranks * _NEAR]
+        divisors = [number for number in range(1, lanes + 1) if lanes % number == 0]
+        worlds = [number for number in divisors if ranks / _NEAR <= number <= ranks * _NEAR]
         if lanes % ranks:
             choices.append(LanesChoice(lanes, False, worlds, 0, None, None))
             continue
-        parts = builder.build(0, lanes)
-        steps = count_steps(settings, parts, ranks=ranks)
-        unused = None if steps.how == "unknown" else steps.unused_samples / population
-        choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused))
+        stages = builder.build(0, lanes)
+        steps = count_steps(settings, stages, ranks=ranks)
+        unused_share = None if steps.how == "unknown" else steps.unused_samples / population
+        choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused_share))
     return choices
 
 
 def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planned: int) -> int:
-    """Return the fewest lanes that fit the most numbers of ranks.
+    """Return a number of lanes that suits more numbers of ranks.
 
-    If the `planned` lanes fit as many, return these. Each worker of a rank needs a lane.
+    It is the least one with which the run could be resumed on the most numbers of ranks.
+
+    If the `planned` number is as good, return it. Each worker of a rank needs a lane.
     """
-    fitting = [each for each in choices if each.fits and each.workers >= settings.num_workers]
-    fitting = fitting or [each for each in choices if each.fits]
-    limit = min(each.unused_share or 0.0 for each in fitting) + 0.01
-    good = [each for each in fitting if (each.unused_share or 0.0) <= limit and each.steps != 0] or fitting
-    most = max(len(each.worlds) for each in good)
-    best = [each.lanes for each in good if len(each.worlds) == most]
+    fitting = [choice for choice in choices if choice.fits and choice.workers >= settings.num_workers]
+    fitting = fitting or [choice for choice in choices if choice.fits]
+    most_unused = min(choice.unused_share or 0.0 for choice in fitting) + 0.01
+    good = [choice for choice in fitting if (choice.unused_share or 0.0) <= most_unused and choice.steps != 0]
+    most_worlds = max(len(choice.worlds) for choice in good or fitting)
+    best = [choice.lanes for choice in good or fitting if len(choice.worlds) == most_worlds]
     return planned if planned in best else best[0]
 
 
@@ -202,17 +209,14 @@ class RankMemory:
     processes: int
 
 
-def plan_memory(settings: LoaderSettings, parts: LaneStages, *, ranks: int) -> RankMemory:
-    """Return the memory of a rank, as far as the settings say."""
-    lanes = parts.last.lane.count // ranks
-    buffers = [stage for stage in parts.stages if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
+def plan_memory(settings: LoaderSettings, stages: LaneStages, *, ranks: int) -> RankMemory:
+    """Return the memory of a rank for buffers, as far as the settings determine it."""
+    lanes = stages.last.lane.count // ranks
+    buffers = [stage for stage in stages.all if isinstance(stage, OnlinePacker | Balance | ShuffleBuffer)]
     limits = [stage.max_buffer_bytes for stage in buffers if stage.max_buffer_bytes]
-    refs = sum(stage.capacity * REF.itemsize for stage in _buffers(parts) if stage.yields == "samples")
-    return RankMemory(lanes, lanes * refs, max(limits, default=None), max(1, settings.num_workers))
-
-
-def _buffers(parts: LaneStages) -> list[ShuffleBuffer]:
-    return [stage for stage in parts.stages if isinstance(stage, ShuffleBuffer)]
+    shuffled = [stage for stage in stages.all if isinstance(stage, ShuffleBuffer) and stage.yields == "samples"]
+    refs = lanes * REF.itemsize * sum(buffer.capacity for buffer in shuffled)
+    return RankMemory(lanes, refs, max(limits, default=None), max(1, settings.num_workers))
 
 
 @dataclass(frozen=True)
@@ -235,56 +239,59 @@ class SourceBytes:
     """Bytes that a node with such a cache downloads in the first epoch: the pieces with samples of its lanes."""
 
 
-def plan_bytes(builder: LaneBuilder, parts: LaneStages, *, ranks: int, nodes: int) -> list[SourceBytes]:
+def plan_bytes(builder: LaneBuilder, stages: LaneStages, *, ranks: int, nodes: int) -> list[SourceBytes]:
     """Estimate the bytes of each source from the mean size of its samples."""
-    return [_source_bytes(builder, number, parts, ranks, nodes) for number in range(len(parts.readers))]
+    return [_source_bytes(builder, number, stages, ranks, nodes) for number in range(len(stages.readers))]
 
 
-def _source_bytes(builder: LaneBuilder, number: int, parts: LaneStages, ranks: int, nodes: int) -> SourceBytes:
+def _source_bytes(builder: LaneBuilder, number: int, stages: LaneStages, ranks: int, nodes: int) -> SourceBytes:
     """Estimate what is read, downloaded and cached from a source."""
-    reader = parts.readers[number]
-    dataset, lanes = reader.dataset, parts.last.lane.count
+    reader = stages.readers[number]
+    dataset, lanes = reader.dataset, stages.last.lane.count
     sample_bytes = sum(entry.size for entry in dataset.entries) / dataset.count
     remote = "://" in dataset.address
     node_lanes = ranks // nodes * (lanes // ranks)
-    ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(parts) if name == reader.info.branch)
+    # samples of a lane that were requested and are not read yet
+    ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(stages) if name == reader.info.branch)
     lane_samples = reader.population / lanes
     least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_FRACTION if remote else 0.0
     return SourceBytes(
-        reader.info.branch,
-        dataset.address,
-        remote,
-        reader.population,
-        round(reader.population * sample_bytes),
-        node_lanes * lane_samples * sample_bytes,
-        least,
-        sum(entry.size for entry in dataset.entries) / PREFETCH_FRACTION if remote else 0.0,
-        _bytes_of_pieces(builder, number, lanes, ranks, nodes) if remote else 0.0,
+        name=reader.info.branch,
+        address=dataset.address,
+        remote=remote,
+        samples=reader.population,
+        bytes=round(reader.population * sample_bytes),
+        node_bytes=node_lanes * lane_samples * sample_bytes,
+        least_cache=least,
+        whole_cache=sum(entry.size for entry in dataset.entries) / PREFETCH_FRACTION if remote else 0.0,
+        first_pass=_bytes_of_pieces(builder, number, lanes, ranks, nodes) if remote else 0.0,
     )
 
 
 def _bytes_of_pieces(builder: LaneBuilder, number: int, lanes: int, ranks: int, nodes: int) -> float:
-    """Return the bytes of the pieces with samples of the first node's lanes.
+    """Return the bytes that the first node downloads in the first epoch of a source.
 
-    If there are too many refs to compute, return the bytes of all shards.
+    Shards are downloaded in pieces of `PIECE` bytes, and only those with samples of the node's lanes. If there are too
+    many refs to compute, return the bytes of all shards.
     """
-    touched: set[tuple[int, int]] = set()
-    remaining = _MOST_REFS
+    needed: set[tuple[int, int]] = set()  # number of a shard, and of a piece in it
+    remaining_refs = _MOST_REFS
     for lane in (lane for lane in range(lanes) if lane % ranks < ranks // nodes):
         reader = builder.build(lane, lanes).readers[number]
-        wanted = -(-reader.population // lanes)
-        remaining -= wanted
-        if remaining < 0:
+        lane_samples = -(-reader.population // lanes)
+        remaining_refs -= lane_samples
+        if remaining_refs < 0:
             return float(sum(entry.size for entry in reader.dataset.entries))
-        while wanted > 0 and len(refs := reader.take(wanted)):
-            wanted -= len(refs)
-            touched |= _pieces(reader, (refs["index"] & np.uint64((1 << TAG_SHIFT) - 1)).astype(np.int64))
+        while lane_samples > 0 and len(refs := reader.take(lane_samples)):
+            lane_samples -= len(refs)
+            # the upper bits of an index are the tag of a blended source
+            needed |= _pieces(reader, (refs["index"] & np.uint64((1 << TAG_SHIFT) - 1)).astype(np.int64))
     entries = reader.dataset.entries
-    return float(sum(min(PIECE, entries[shard].size - piece * PIECE) for shard, piece in touched))
+    return float(sum(min(PIECE, entries[shard].size - piece * PIECE) for shard, piece in needed))
 
 
 def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
-    """Return shard and piece of each sample, as if a shard's samples had equal sizes."""
+    """Return the shard of each sample, and its piece of the shard, as if all samples of a shard had the same size."""
     firsts, entries = reader.dataset.firsts, reader.dataset.entries
     shards = np.searchsorted(firsts, indices, side="right") - 1
     sizes = np.array([entry.size / max(1, entry.samples) for entry in entries])
@@ -292,22 +299,25 @@ def _pieces(reader: RecordReader, indices: Rows) -> set[tuple[int, int]]:
     return set(zip(shards.tolist(), pieces.tolist(), strict=True))
 
 
-def _buffered_refs(parts: LaneStages) -> list[tuple[str, int]]:
+def _buffered_refs(stages: LaneStages) -> list[tuple[str, int]]:
     """Return the capacity of the shuffle buffer after each reader, by the reader's branch.
 
     Samples in it are not read before they leave it.
     """
     capacities: list[tuple[str, int]] = []
-    for before, stage in pairwise(parts.stages):
+    for before, stage in pairwise(stages.all):
         if isinstance(stage, ShuffleBuffer) and stage.yields == "samples":
-            branches = {before.info.branch} if before.info.branch else {each.info.branch for each in parts.readers}
+            branches = {before.info.branch} if before.info.branch else {each.info.branch for each in stages.readers}
             capacities += [(branch, stage.capacity) for branch in branches]
     return capacities
 
 
 @dataclass(frozen=True)
 class WorkersNeeded:
-    """Numbers of workers that keep up with the trainers, from measured times."""
+    """Numbers of workers with which the loader keeps up with the trainers.
+
+    They are the workers of a rank and of a CPU node, and the number of these nodes.
+    """
 
     a_rank: int
     a_node: int
@@ -327,7 +337,10 @@ class WorkersNeeded:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run. The classes of its fields explain them."""
+    """Plan of a run for `ranks` on `nodes`.
+
+    Fields that are objects are explained by their classes.
+    """
 
     target: str
     ranks: int
@@ -365,7 +378,7 @@ def plan_run(
         )
     lanes = next_lanes(settings.lanes, ranks)
     builder = LaneBuilder(settings)
-    parts = builder.build(0, lanes)
+    stages = builder.build(0, lanes)
     choices = lanes_choices(settings, builder, ranks=ranks)
     return RunPlan(
         target=target,
@@ -375,11 +388,11 @@ def plan_run(
         by_default=settings.by_default,
         planned_lanes=lanes,
         better_lanes=better_lanes(settings, choices, planned=lanes),
-        path=repr(parts.last),
-        population=parts.population,
-        steps=count_steps(settings, parts, ranks=ranks),
+        path=repr(stages.last),
+        population=stages.population,
+        steps=count_steps(settings, stages, ranks=ranks),
         choices=choices,
-        memory=plan_memory(settings, parts, ranks=ranks),
-        sources=plan_bytes(builder, parts, ranks=ranks, nodes=nodes),
+        memory=plan_memory(settings, stages, ranks=ranks),
+        sources=plan_bytes(builder, stages, ranks=ranks, nodes=nodes),
         workers=workers,
     )

@@ -21,21 +21,23 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, VIDEO_PARTS, part_type
 from savable_pipeline.data.shards.paths import Shards, is_remote
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.tools.preview.page import PAGE_BYTES, Card, Room, first_line, render
+from savable_pipeline.tools.preview.page import PAGE_BYTES, Budget, Card, first_line, render
 from savable_pipeline.tools.preview.sample_entries import part_entry, sample_card
 
 MOST_SAMPLES = 500  # per page
-_AT_ONCE = 1 << 16  # samples that are located at a time
+_LOCATED_AT_ONCE = 1 << 16  # samples that are located at a time
 
-SampleNumbers = NDArray[np.int64]
+SampleIndices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
-    """Choice of samples: at most `pages` pages of `samples` samples, drawn by `seed`.
+    """Settings that choose the samples of a preview, drawn by `seed`.
 
-    `part` and `key` are shell patterns that the name of a part (without regard to case) and the key must match. "":
-    any.
+    At most `pages` pages are chosen, each of `samples` samples.
+
+    `part` and `key` are shell patterns. A chosen sample has a part whose name matches, without regard to case, and its
+    key matches. "" matches all.
     """
 
     samples: int
@@ -53,66 +55,66 @@ class SampleChoice:
             raise ValueError(f"the number of pages is at least 1, not {self.pages}")
 
     @property
-    def words(self) -> str:
+    def conditions(self) -> str:
         """The conditions for a sample, in words; "" without conditions."""
-        parts = [f"a part {self.part!r}"] * bool(self.part) + [f"a key {self.key!r}"] * bool(self.key)
-        return " and ".join(parts)
+        part = f"a part {self.part!r}" if self.part else ""
+        return " and ".join(filter(None, [part, f"a key {self.key!r}" if self.key else ""]))
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """Chosen samples: their indices in ascending order, by page.
+class ChosenSamples:
+    """ChosenSamples samples: their indices in ascending order, by page.
 
     `matching` is the number of samples that match, and `unread` the number that could not be read.
     """
 
-    pages: list[SampleNumbers]
+    pages: list[SampleIndices]
     matching: int
     unread: int = 0
 
 
-def chosen_samples(dataset: Dataset, choice: SampleChoice) -> Chosen:
+def choose_samples(dataset: Dataset, choice: SampleChoice) -> ChosenSamples:
     """Draw the samples of each page. Raises ValueError if no sample matches."""
-    if not choice.words:
-        return Chosen(_draw_pages(np.arange(dataset.count), choice), dataset.count)
+    if not choice.conditions:
+        return ChosenSamples(_draw_pages(np.arange(dataset.count), choice), dataset.count)
     matching, unread = _find_matching(dataset, choice)
     if not len(matching):
         more = f"; {unread:,} could not be read" if unread else ""
-        raise ValueError(f"{dataset.address}: none of {dataset.count:,} samples has {choice.words}{more}")
-    return Chosen(_draw_pages(matching, choice), len(matching), unread)
+        raise ValueError(f"{dataset.address}: none of {dataset.count:,} samples has {choice.conditions}{more}")
+    return ChosenSamples(_draw_pages(matching, choice), len(matching), unread)
 
 
-def _draw_pages(numbers: SampleNumbers, choice: SampleChoice) -> list[SampleNumbers]:
+def _draw_pages(indices: SampleIndices, choice: SampleChoice) -> list[SampleIndices]:
     """Draw samples at random, and divide them among pages in the order of the dataset."""
-    shown = min(choice.samples * choice.pages, len(numbers))
-    drawn = np.sort(numbers[Bijection(derive_key(choice.seed, "preview"), len(numbers))(np.arange(shown))])
-    return np.split(drawn, np.arange(choice.samples, shown, choice.samples))
+    count = min(choice.samples * choice.pages, len(indices))
+    drawn = np.sort(indices[Bijection(derive_key(choice.seed, "preview"), len(indices))(np.arange(count))])
+    return np.split(drawn, np.arange(choice.samples, count, choice.samples))
 
 
-def _find_matching(dataset: Dataset, choice: SampleChoice) -> tuple[SampleNumbers, int]:
+def _find_matching(dataset: Dataset, choice: SampleChoice) -> tuple[SampleIndices, int]:
     """Return the samples that match, in order, and how many could not be read."""
-    found, unread = [], 0
-    for number, shard, row in _rows(dataset):
+    matching, unread = [], 0
+    for index, shard, row in _located_samples(dataset):
         try:
             if _matches(dataset, shard, row, choice):
-                found.append(number)
+                matching.append(index)
         except (SavableError, IndexError):
             unread += 1
-    return np.array(found, dtype=np.int64), unread
+    return np.array(matching, dtype=np.int64), unread
 
 
-def _rows(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
-    """Yield index, shard and row of each sample."""
-    for start in range(0, dataset.count, _AT_ONCE):
-        numbers = np.arange(start, min(start + _AT_ONCE, dataset.count))
-        shards, rows = dataset.locate(numbers)
-        yield from zip(numbers.tolist(), shards.tolist(), rows.tolist(), strict=True)
+def _located_samples(dataset: Dataset) -> Iterator[tuple[int, int, int]]:
+    """Yield each sample's index in the dataset, its shard's number, and its row in the shard."""
+    for start in range(0, dataset.count, _LOCATED_AT_ONCE):
+        indices = np.arange(start, min(start + _LOCATED_AT_ONCE, dataset.count))
+        shards, rows = dataset.locate(indices)
+        yield from zip(indices.tolist(), shards.tolist(), rows.tolist(), strict=True)
 
 
 def _matches(dataset: Dataset, shard: int, row: int, choice: SampleChoice) -> bool:
-    """Return whether a sample has the part and the key that the user chose."""
-    part = choice.part.lower()
-    if part and not any(fnmatchcase(name.lower(), part) for name in dataset.extensions(shard, row)):
+    """Return whether a sample has a part and a key that match the choice's patterns."""
+    pattern = choice.part.lower()
+    if pattern and not any(fnmatchcase(name.lower(), pattern) for name in dataset.extensions(shard, row)):
         return False
     return not choice.key or fnmatchcase(dataset.key(shard, row), choice.key)
 
@@ -155,26 +157,26 @@ def dataset_pages(
     if none matches.
     """
     dataset = open_any(shards, on_error="skip", **settings)
-    chosen = chosen_samples(dataset, choice)
+    chosen = choose_samples(dataset, choice)
     names = [name, *(f"{Path(name).stem}-{page}{Path(name).suffix}" for page in range(2, len(chosen.pages) + 1))]
-    about = {
+    values_of_all_pages = {
         "title": dataset.address.rpartition("/")[2],
         "root": dataset.address,
         "samples": dataset.count,
-        "wanted": choice.words,
+        "wanted": choice.conditions,
         "shown": sum(map(len, chosen.pages)),
         "chosen": chosen,
         "names": [quote(each) for each in names],
     }
-    for page, numbers in enumerate(chosen.pages):
-        dataset_numbers = _numbers(dataset) if page == 0 else {}
-        broken, read = np.zeros(0, np.int64), 0
-        if page == 0 and not choice.words and not is_remote(dataset.address):
-            broken, read = _unreadable(dataset, choice.seed)
-        others = np.setdiff1d(broken, np.concatenate(chosen.pages))[:_MOST_BROKEN]
-        shown = np.sort(np.concatenate([numbers, others]))
-        found = {"broken": len(broken), "read": read, "cards": _cards(dataset, shown)}
-        yield names[page], render("dataset.html.jinja", **about, **dataset_numbers, **found, page=page)
+    for page, indices in enumerate(chosen.pages):
+        statistics = _statistics(dataset) if page == 0 else {}
+        broken, read_count = np.zeros(0, np.int64), 0
+        if page == 0 and not choice.conditions and not is_remote(dataset.address):
+            broken, read_count = _find_unreadable(dataset, choice.seed)
+        broken_not_chosen = np.setdiff1d(broken, np.concatenate(chosen.pages))[:_MOST_BROKEN]
+        shown = np.sort(np.concatenate([indices, broken_not_chosen]))
+        values = {"broken": len(broken), "read": read_count, "cards": _cards(dataset, shown), "page": page}
+        yield names[page], render("dataset.html.jinja", **values_of_all_pages, **statistics, **values)
 
 
 _SLOW_PARTS = (*AUDIO_PARTS, *VIDEO_PARTS)
@@ -182,45 +184,46 @@ _MOST_READ = 500  # most samples that are read to find damaged ones
 _MOST_BROKEN = 12  # damaged samples that are shown in addition to the chosen ones
 
 
-def _unreadable(dataset: Dataset, seed: int) -> tuple[SampleNumbers, int]:
+def _find_unreadable(dataset: Dataset, seed: int) -> tuple[SampleIndices, int]:
     """Return some samples with a part that cannot be shown, ascending, and how many samples were read to find them."""
     order = Bijection(derive_key(seed, "unreadable"), dataset.count)
-    numbers = np.sort(order(np.arange(min(_MOST_READ, dataset.count))))
-    samples = zip(numbers.tolist(), _open_samples(dataset, numbers), strict=True)
-    return np.array([number for number, sample in samples if _is_broken(sample)], np.int64), len(numbers)
+    indices = np.sort(order(np.arange(min(_MOST_READ, dataset.count))))
+    samples = zip(indices.tolist(), _open_samples(dataset, indices), strict=True)
+    return np.array([index for index, sample in samples if _is_broken(sample)], np.int64), len(indices)
 
 
 def _is_broken(sample: Sample) -> bool:
-    """Return whether a part cannot be shown.
+    """Return whether a part of a sample cannot be shown.
 
-    Audio and video, which take long, are not checked.
+    Audio and video are not checked, because that would take long.
     """
-    room = Room(0)
+    budget = Budget(0)
     try:
-        return any(part_entry(sample, part, room).fault for part in sample if part_type(part) not in _SLOW_PARTS)
+        return any(part_entry(sample, part, budget).fault for part in sample if part_type(part) not in _SLOW_PARTS)
     except (SavableError, ValueError, OSError, IndexError):
         return True
 
 
-def _open_samples(dataset: Dataset, numbers: SampleNumbers) -> list[Sample]:
+def _open_samples(dataset: Dataset, indices: SampleIndices) -> list[Sample]:
     """Open samples by their indices."""
-    refs = np.zeros(len(numbers), dtype=REF)
-    refs["index"] = numbers
+    refs = np.zeros(len(indices), dtype=REF)
+    refs["index"] = indices
     return dataset.open_samples(refs)
 
 
-def _cards(dataset: Dataset, numbers: SampleNumbers) -> list[Card]:
+def _cards(dataset: Dataset, indices: SampleIndices) -> list[Card]:
     """Return the cards of these samples, those with an error first."""
-    drawn = zip(_open_samples(dataset, numbers), numbers.tolist(), strict=True)
-    cards = [sample_card(sample, number, Room(PAGE_BYTES // len(numbers))) for sample, number in drawn]
+    samples = zip(_open_samples(dataset, indices), indices.tolist(), strict=True)
+    cards = [sample_card(sample, index, Budget(PAGE_BYTES // len(indices))) for sample, index in samples]
     return sorted(cards, key=lambda card: not card.faulty)
 
 
-def _numbers(dataset: Dataset) -> dict[str, Any]:
-    """Return the numbers of a dataset for its page."""
+def _statistics(dataset: Dataset) -> dict[str, Any]:
+    """Return the sizes, splits, parts and damaged shards of a dataset, as values of the template."""
     faults = [(name, fault.removeprefix(f"{name}: ")) for name, fault in dataset.faults]
     sizes, counts = dataset.entries.sizes, dataset.entries.samples
-    rows = _part_rows(_sizes(dataset))
+    part_sizes = sorted(_part_sizes(dataset).items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    rows = [_part_row(extension, sizes_of_part) for extension, sizes_of_part in part_sizes]
     return {
         "shards": len(dataset.entries),
         "size": int(sizes.sum()),
@@ -235,24 +238,19 @@ def _numbers(dataset: Dataset) -> dict[str, Any]:
 
 
 def _splits(dataset: Dataset) -> dict[str, str]:
-    """Return the number of samples of each split, in words, or an error."""
+    """Return the number of samples of each split, in conditions, or an error."""
     try:
         return {name: f"{count:,} samples" for name, count in split_counts(dataset).items()}
     except ShardError as error:
         return {"not readable": first_line(error)}
 
 
-def _sizes(dataset: Dataset) -> dict[str, NDArray[np.int64]]:
-    """Return the sizes of parts; none if a sample that is read is damaged."""
+def _part_sizes(dataset: Dataset) -> dict[str, NDArray[np.int64]]:
+    """Return the sizes of parts by extension, or {} if one of the examined samples is damaged."""
     try:
         return dataset.part_sizes()[0]
     except ShardError:
         return {}
-
-
-def _part_rows(sizes: dict[str, NDArray[np.int64]]) -> list[_PartRow]:
-    ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
-    return [_part_row(extension, sizes[extension]) for extension in ranked]
 
 
 def _part_row(extension: str, sizes: NDArray[np.int64]) -> _PartRow:

@@ -25,7 +25,7 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
 
 _MOST_IMAGES = 16  # images of a field that are shown
-_CLIPS, _FRAMES = 4, 8  # clips of a field, and frames of each clip, that are shown
+_MOST_CLIPS, _MOST_FRAMES = 4, 8  # clips of a field, and frames of each clip, that are shown
 _IMAGE_NAMES = ("image", "img", "pixel", "frame", "video", "picture", "tile")
 _CHANNELS = (1, 3, 4)
 _LEAST_SIDE = 8  # pixels of what may be an image
@@ -45,13 +45,13 @@ def as_array(value: Any) -> NDArray[Any] | None:
     return value if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else None
 
 
-def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
+def normalization_of(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and standard deviation by which an encoder normalizes images.
 
     They are attributes of the encoder, of its `crop` or of its `vision`. If there are none, both are empty.
     """
-    for holder in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
-        mean, std = getattr(holder, "mean", None), getattr(holder, "std", None)
+    for owner in (encoder, getattr(encoder, "crop", None), getattr(encoder, "vision", None)):
+        mean, std = getattr(owner, "mean", None), getattr(owner, "std", None)
         if isinstance(mean, tuple | list) and isinstance(std, tuple | list):
             return mean, std
     return (), ()
@@ -59,35 +59,34 @@ def colours(encoder: TaskEncoder | None) -> tuple[Sequence[float], Sequence[floa
 
 def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
     """Return the entry of an array: thumbnails if it may be images, else numbers."""
-    images = _images(name, array)
+    images = _as_images(name, array)
     if images is None:
-        values = _values(array)
+        values = _format_values(array)
         return CardEntry(name, describe_array(value, array) + (f": {values}" if values else ""))
+    note = describe_array(value, array)
     if array.ndim == 5 and len(images) > _MOST_IMAGES:
-        return _clips_entry(
-            name, describe_array(value, array), images.reshape(*array.shape[:2], *images.shape[1:]), encoder
-        )
-    return images_entry(name, describe_array(value, array), list(images[:_MOST_IMAGES]), len(images), encoder)
+        return _clips_entry(name, note, images.reshape(*array.shape[:2], *images.shape[1:]), encoder)
+    return images_entry(name, note, list(images[:_MOST_IMAGES]), len(images), encoder)
 
 
 def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """Return frames of the first clips, (clips, frames, height, width, channels), spread over each clip."""
-    frames = np.linspace(0, clips.shape[1] - 1, min(_FRAMES, clips.shape[1])).round().astype(int).tolist()
-    shown = [(clip, frame) for clip in range(min(_CLIPS, len(clips))) for frame in frames]
+    """Return the entry of `clips`, (clips, frames, height, width, channels): frames spread over each of the first."""
+    frames = np.linspace(0, clips.shape[1] - 1, min(_MOST_FRAMES, clips.shape[1])).round().astype(int).tolist()
+    shown = [(clip, frame) for clip in range(min(_MOST_CLIPS, len(clips))) for frame in frames]
     entry = images_entry(name, note, [clips[each] for each in shown], clips.shape[0] * clips.shape[1], encoder)
     captions = [f"clip {clip}, frame {frame}" for clip, frame in shown]
-    named = [replace(image, caption=caption) for image, caption in zip(entry.thumbnails, captions, strict=True)]
-    return replace(entry, note=entry.note.replace(", the first ", ", "), thumbnails=named)
+    captioned = [replace(image, caption=caption) for image, caption in zip(entry.thumbnails, captions, strict=True)]
+    return replace(entry, note=entry.note.replace(", the first ", ", "), thumbnails=captioned)
 
 
 def images_entry(
     name: str, note: str, images: Sequence[NDArray[Any]], count: int, encoder: TaskEncoder | None
 ) -> CardEntry:
-    """Return the first of `count` images as thumbnails.
+    """Return the entry of `count` images, of which `images` are shown.
 
-    Each is (height, width, channels).
+    Each image is (height, width, channels).
     """
-    mean, std = colours(encoder)
+    mean, std = normalization_of(encoder)
     thumbnails: list[Thumbnail] = []
     conversion = ""
     for image in images:
@@ -99,9 +98,11 @@ def images_entry(
 
 
 def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | None) -> CardEntry | None:
-    """Join `patches` to tiles by `grids`, or return None if they do not fit.
+    """Return the entry of the fields `patches` and `grids` as image tiles.
 
-    `patches` is (n, channels, side, side). `grids` has rows and columns of each tile.
+    Returns None if their shapes are not those of tiles.
+
+    `patches` is (n, channels, side, side). `grids` has the numbers of rows and columns of patches of each tile.
     """
     patches, grids = as_array(fields.get("patches")), as_array(fields.get("grids"))
     if patches is None or grids is None or patches.ndim != 4 or grids.ndim != 2 or grids.shape[1] != 2:
@@ -111,14 +112,14 @@ def tiles_entry(name: str, fields: Mapping[str, Any], encoder: TaskEncoder | Non
         return None
     ends = np.cumsum(sizes)
     tiles = [
-        _tile(patches[end - size : end], int(rows), int(columns))
+        _join_tile(patches[end - size : end], int(rows), int(columns))
         for (rows, columns), size, end in zip(grids[:_MOST_IMAGES], sizes, ends, strict=False)
     ]
     return images_entry(name, f"{describe_array(fields['patches'], patches)}, as tiles", tiles, len(grids), encoder)
 
 
-def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
-    """Arrange patches of an image in rows and columns."""
+def _join_tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
+    """Join the patches of a tile to one image, (height, width, channels)."""
     channels, height, width = patches.shape[1:]
     arranged = patches.reshape(rows, columns, channels, height, width).transpose(0, 3, 1, 4, 2)
     return arranged.reshape(rows * height, columns * width, channels)
@@ -126,50 +127,47 @@ def _tile(patches: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
 
 def describe_array(value: Any, array: NDArray[Any]) -> str:
     """Return data type, shape, and least and greatest value in words."""
-    kind = str(getattr(value, "dtype", array.dtype)).removeprefix("torch.")
-    text = f"{kind} ({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
+    dtype = str(getattr(value, "dtype", array.dtype)).removeprefix("torch.")
+    text = f"{dtype} ({', '.join(map(str, array.shape))}{',' if array.ndim == 1 else ''})"
     if not array.size:
         return f"{text}, empty"
     text += f", {array.min():.6g} to {array.max():.6g}" if array.dtype.kind != "b" else f", {int(array.sum()):,} true"
-    bad = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
-    return f"{text}, {bad:,} not finite" if bad else text
+    not_finite = int((~np.isfinite(array)).sum()) if array.dtype.kind == "f" else 0
+    return f"{text}, {not_finite:,} not finite" if not_finite else text
 
 
-def _values(array: NDArray[Any]) -> str:
-    """Return the first values of an array in one dimension as text."""
+def _format_values(array: NDArray[Any]) -> str:
+    """Return the first values of an array of one dimension or none as text, and "" for other arrays."""
     if array.ndim > 1 or not array.size:
         return ""
     more = " …" if array.size > _MOST_VALUES else ""
     return " ".join(f"{value:.6g}" for value in array.reshape(-1)[:_MOST_VALUES].tolist()) + more
 
 
-def _images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
+def _as_images(name: str, array: NDArray[Any]) -> NDArray[Any] | None:
     """Return an array that may be images as (n, height, width, channels), else None.
 
-    It must be uint8 or floats, with channels first or last.
+    Images are uint8 or floats, with channels first or last, or without channels if `name` is that of an image.
     """
     has_image_name = any(word in name.lower() for word in _IMAGE_NAMES)
     if not array.size or not 3 <= array.ndim <= 5 or (array.dtype != np.uint8 and array.dtype.kind != "f"):
         return None
     if array.ndim > 3 or has_image_name or array.dtype == np.uint8:
-        *_, first, second, third = array.shape
+        *leading, first, second, third = array.shape
+        images = array.reshape(math.prod(leading), first, second, third)
         if first in _CHANNELS and min(second, third) >= _LEAST_SIDE:
-            return np.moveaxis(_join_leading(array), 1, -1)
+            return np.moveaxis(images, 1, -1)
         if third in _CHANNELS and min(first, second) >= _LEAST_SIDE:
-            return _join_leading(array)
+            return images
     return array[..., None] if has_image_name and array.ndim == 3 and min(array.shape[1:]) >= _LEAST_SIDE else None
-
-
-def _join_leading(array: NDArray[Any]) -> NDArray[Any]:
-    return array.reshape(math.prod(array.shape[:-3]), *array.shape[-3:])
 
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 
 LARGEST_BYTES = 64 << 20  # largest encoded image that is decoded
 MOST_PIXELS = 50_000_000
-_SIDE = 192  # pixels, at most
-_SMALL = 64  # pixels; up to this side, a PNG with every pixel is small enough
+_THUMBNAIL_SIDE = 192  # pixels of the longer side, at most
+_PNG_SIDE = 64  # pixels of the longer side, up to which a thumbnail is a PNG with every pixel
 
 
 def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
@@ -182,11 +180,11 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
             warnings.simplefilter("ignore")  # about unusual metadata and large images
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 width, height = upright_size(image)
-                about = f"{width:,} × {height:,} {image.format} {image.mode}"
-                about += ", with alpha, on white" if has_alpha(image) else ""
+                description = f"{width:,} × {height:,} {image.format} {image.mode}"
+                description += ", with alpha, on white" if has_alpha(image) else ""
                 if image.width * image.height > MOST_PIXELS:
-                    raise ValueError(f"not decoded: {about}, more than {MOST_PIXELS:,} pixels")
-                return thumbnail_of_pixels(_decoded(image)), about
+                    raise ValueError(f"not decoded: {description}, more than {MOST_PIXELS:,} pixels")
+                return thumbnail_of_pixels(_decode_upright(image)), description
     except UnidentifiedImageError:
         raise ValueError(f"unreadable image: not {', '.join(IMAGE_FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise many types of errors for damaged data
@@ -197,8 +195,8 @@ def thumbnail_of_file(data: bytes) -> tuple[Thumbnail, str]:
 def thumbnail_of_pixels(pixels: Pixels) -> Thumbnail:
     """Return the thumbnail of uint8 (height, width, 3)."""
     image = Image.fromarray(np.ascontiguousarray(pixels), "RGB")
-    image.thumbnail((_SIDE, _SIDE), Image.Resampling.BOX)
-    kind, options = ("PNG", {}) if max(pixels.shape[:2]) <= _SMALL else ("JPEG", {"quality": 85})
+    image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE), Image.Resampling.BOX)
+    kind, options = ("PNG", {}) if max(pixels.shape[:2]) <= _PNG_SIDE else ("JPEG", {"quality": 85})
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return Thumbnail(
@@ -214,14 +212,14 @@ def stretched(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> tuple[Pixels, str]:
-    """Convert an array to pixels, and describe the conversion.
+    """Convert an image to pixels, and describe the conversion.
 
-    The array is an image (height, width, channels).
+    The image is (height, width, channels).
 
     If `mean` and `std` have a number per channel, floats are un-normalized by them. Otherwise floats within 0 to 1 or
     -1 to 1 are scaled from that range, and others are stretched from their minimum to their maximum.
     """
-    step = max(1, max(image.shape[:2]) // (2 * _SIDE))
+    step = max(1, max(image.shape[:2]) // (2 * _THUMBNAIL_SIDE))
     image = image[::step, ::step]
     if image.dtype == np.uint8:
         values, conversion = image.astype(np.float64), ""
@@ -235,14 +233,15 @@ def as_pixels(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) 
     else:
         values, conversion = stretched(image), "stretched to their range"
     pixels = np.clip(values, 0, 255).astype(np.uint8)
-    return (np.repeat(pixels[:, :, :1], 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]), conversion
+    rgb = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
+    return rgb, conversion
 
 
-def _decoded(image: Image.Image) -> Pixels:
+def _decode_upright(image: Image.Image) -> Pixels:
     """Decode an image as RGB, turned upright; images of more than 8 bits are stretched to grey."""
     if image.mode.startswith(("I", "F")):  # more than 8 bits per channel, which a conversion would clip
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     image, orientation = with_orientation(image, exif=True)
-    image.draft("RGB", (2 * _SIDE, 2 * _SIDE))  # a JPEG is decoded at a reduced size
+    image.draft("RGB", (2 * _THUMBNAIL_SIDE, 2 * _THUMBNAIL_SIDE))  # a JPEG is decoded at a reduced size
     return np.asarray(convert_image(turned(image, orientation), "RGB", "white"))

@@ -1,7 +1,7 @@
 """HTML pages: their content as plain values, which templates turn into HTML.
 
 The content is cards of entries with text, thumbnails or tokens. Templates escape every value, and invisible characters
-are shown as escape sequences. `Room` limits the bytes of media.
+are shown as escape sequences. `Budget` limits the bytes of media.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Thumbnail:
 class TokenSpan:
     """Tokens that are shown together.
 
-    `kind` is "loss", "ignored" or "unknown". `begins`: whether a document starts here. `repeat` is how often the token
-    is repeated, `next` the target if it is not the next token shown. `anchor` is the `id` of a document that starts
-    here, for links.
+    `kind` says whether the tokens contribute to the loss: "loss", "ignored" or "unknown". `begins` says whether a
+    document starts with them. `repeat` is how often a repeated token occurs. `next` is the target of the last token if
+    it is not the token shown next. `anchor` is the `id` of the document that starts here, for links.
     """
 
     text: str
@@ -70,7 +70,7 @@ class TokenRow:
 class Turn:
     """Turn of a conversation.
 
-    `role` is "" for text of the page itself, such as "3 turns more".
+    `role` is "" for text of the page itself, such as "3 turns more". `answers` says whether the model speaks.
     """
 
     role: str
@@ -80,7 +80,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Player of "video" or "audio": the data URI, "" for nothing, and a note below it."""
+    """Player of a `kind`, "video" or "audio".
+
+    Its data is a URI, or "" for no player, and a note is shown below it.
+    """
 
     kind: str
     uri: str
@@ -89,7 +92,9 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """Waveform, a path of SVG, and spectrogram, a data URI; "" for none.
+    """Audio as a waveform and as a spectrogram.
+
+    The first is a path of SVG and the second a data URI. Either may be "".
 
     `note` is the caption.
     """
@@ -101,9 +106,9 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class CardEntry:
-    """Part of a sample or field of a batch.
+    """Entry of a card: a part of a sample, or a field of a batch.
 
-    It has content, or as `fault` the reason why it cannot be shown.
+    It has content, or `fault`, the reason why the part or field cannot be shown.
     """
 
     name: str
@@ -129,11 +134,11 @@ class Card:
 
     @property
     def faulty(self) -> bool:
-        """Return whether it, or an entry of it, cannot be shown."""
+        """Return whether the sample or batch, or one of its entries, cannot be shown."""
         return bool(self.fault) or any(entry.fault for entry in self.entries)
 
 
-def cut(text: str, longest: int = LONGEST_TEXT) -> str:
+def shorten(text: str, longest: int = LONGEST_TEXT) -> str:
     """Return at most `longest` characters of a text."""
     return text if len(text) <= longest else f"{text[:longest]} …"
 
@@ -146,11 +151,11 @@ def escape_invisible(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the message of an error in one line."""
-    return cut(" ".join(str(error).split()) or type(error).__name__, 500)
+    return shorten(" ".join(str(error).split()) or type(error).__name__, 500)
 
 
 def render(template: str, **values: Any) -> bytes:
-    """Fill in a template, and return the page as UTF-8."""
+    """Fill in a template with values, and return the page as UTF-8."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -162,21 +167,21 @@ def render(template: str, **values: Any) -> bytes:
     environment.filters["bytes"] = human_bytes
     environment.filters["ms"] = lambda seconds: f"{1000 * seconds:,.2f}"
     environment.filters["count"] = "{:,}".format
-    about = {"version": __version__, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "docs": _documentation_url()}
-    return environment.get_template(template).render(about | values).encode()
+    footer = {"version": __version__, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "docs": _documentation_url()}
+    return environment.get_template(template).render(footer | values).encode()
 
 
 def _documentation_url() -> str:
     """Return the URL of the documentation, or "" if the package is not installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        for link in metadata.metadata("savable_pipeline").get_all("Project-URL") or ():
-            name, _, url = link.partition(", ")
-            if name == "Documentation":
-                return str(url)
+        links = metadata.metadata("savable_pipeline").get_all("Project-URL") or ()
+        urls: dict[str, str] = dict(link.split(", ", 1) for link in links)
+        return urls.get("Documentation", "")
     return ""
 
 
 def _escape_text(value: Any) -> Any:
+    """Escape invisible characters of a value for a template, unless it is markup."""
     return escape_invisible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -185,23 +190,26 @@ EXCERPT_BYTES = 2_000_000  # most bytes of the excerpt of one part
 
 
 @dataclass(slots=True)
-class Room:
-    """Bytes that media may still take in a page, or in a card of it."""
+class Budget:
+    """Bytes, as base64, that media may still take in a page or a card."""
 
     free: int
 
     @property
     def excerpt(self) -> int:
-        """The most bytes of an excerpt. As base64, an excerpt takes a third more."""
+        """The most bytes of an excerpt before base64, which takes a third more."""
         return min(EXCERPT_BYTES, self.free * 3 // 4 - 3)
 
     def embed(self, kind: str, data: bytes) -> str:
-        """Return data as a URI, and reserve room for it; "" if there is no room."""
+        """Return data as a URI, and subtract its bytes from those that are free.
+
+        Returns "" if too few bytes are free.
+        """
         uri = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         return uri if self.reserve(uri) else ""
 
     def reserve(self, uri: str) -> bool:
-        """Reserve room for a URI. Returns False if there is not enough."""
+        """Subtract the bytes of a URI. Returns False if too few bytes are free."""
         if len(uri) > self.free:
             return False
         self.free -= len(uri)

@@ -19,7 +19,7 @@ from savable_pipeline.stages.pipeline import PipelineFunction, upstream
 from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import array_entry, as_array, tiles_entry
-from savable_pipeline.tools.preview.page import PAGE_BYTES, Card, CardEntry, Room, cut, first_line, render
+from savable_pipeline.tools.preview.page import PAGE_BYTES, Budget, Card, CardEntry, first_line, render, shorten
 from savable_pipeline.tools.preview.sample_entries import part_entry
 from savable_pipeline.tools.preview.sound_entries import sound_entry
 from savable_pipeline.tools.preview.token_entries import (
@@ -61,7 +61,7 @@ def preview_pipeline(
 def batch_page(stage: Stage, lane: Lane, title: str, number: int, batch: Any) -> bytes:
     """Return a page with the last batch of a lane's last stage.
 
-    `number` is its number in the lane.
+    It is batch `number` of the lane.
     """
     return _page(stage, lane, title, [_card(stage, number, batch, Fields(stage.info.encoder))])
 
@@ -71,7 +71,7 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
     return render(
         "pipeline.html.jinja",
         title=title,
-        path=list(map(_describe_stage, upstream(stage))),
+        path=list(map(_stage_description, upstream(stage))),
         encoder=type(stage.info.encoder).__name__ if stage.info.encoder is not None else "none",
         seed=lane.seed,
         lane=lane.index,
@@ -84,15 +84,15 @@ def _page(stage: Stage, lane: Lane, title: str, cards: list[Card]) -> bytes:
 _SHOWN_SETTINGS = 4  # a stage with more settings has them folded
 
 
-def _describe_stage(stage: Stage) -> tuple[str, str, list[str]]:
-    """Return the name of a stage with its branch, its settings if they are few, and otherwise its settings to fold."""
-    name = "/".join(filter(None, [stage.info.branch, type(stage).__name__]))
+def _stage_description(stage: Stage) -> tuple[str, str, list[str]]:
+    """Return the name of a stage with its branch, its settings if they are few, and otherwise the settings to fold."""
+    stage_name = "/".join(filter(None, [stage.info.branch, type(stage).__name__]))
     settings = [f"{name}={value!r}" for name, value in stage.settings().items()]
-    return (name, ", ".join(settings), []) if len(settings) <= _SHOWN_SETTINGS else (name, "", settings)
+    return (stage_name, ", ".join(settings), []) if len(settings) <= _SHOWN_SETTINGS else (stage_name, "", settings)
 
 
 def _cards(stage: Stage, batches: int) -> list[Card]:
-    """Return cards of the first batches of a lane; an error of the pipeline ends them."""
+    """Return cards of the first batches of a lane. The card of an error of the pipeline is the last one."""
     fields = Fields(stage.info.encoder)
     cards: list[Card] = []
     for number in range(batches):
@@ -109,7 +109,7 @@ def _cards(stage: Stage, batches: int) -> list[Card]:
 
 
 def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
-    """Return the card of a batch. Call it before the next batch, which may reuse the same objects."""
+    """Return the card of a batch. Call this before the next batch is built, which may reuse the same objects."""
     entries: list[CardEntry] = list(islice(fields.entries(batch), MOST_FIELDS))
     if len(entries) == MOST_FIELDS:
         entries.append(CardEntry("…", "and perhaps more"))
@@ -118,8 +118,8 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
     except SavableError as error:
         return Card(f"batch {number}", f"its samples are not known: {first_line(error)}", entries)
     sources = [
-        f"{sample.shard} · " * (sample.shard != ".") + f"{sample.key} · sample {sample.ref.index:,}"  # "." is a folder
-        for sample in samples[:_MOST_SOURCES]
+        ("" if sample.shard == "." else f"{sample.shard} · ") + f"{sample.key} · sample {sample.ref.index:,}"
+        for sample in samples[:_MOST_SOURCES]  # the shard of a folder of files is "."
     ]
     if len(samples) > _MOST_SOURCES:
         sources.append(f"{len(samples) - _MOST_SOURCES:,} more")
@@ -128,12 +128,12 @@ def _card(stage: Stage, number: int, batch: Any, fields: Fields) -> Card:
 
 MOST_FIELDS = 60  # fields of a batch that are shown
 _MOST_ITEMS = 8  # items of a list that are shown
-_SHORT = 100  # characters of a value shown in its heading
+_SHORT_VALUE = 100  # characters of a value shown in its heading
 _DEEPEST = 6  # levels of fields within fields
 
 
 class Fields:
-    """Builds entries of the fields of a batch.
+    """Builds the entries of a card from the fields of a batch.
 
     `encoder` says how tokens are decoded and how images were normalized.
     """
@@ -141,76 +141,77 @@ class Fields:
     def __init__(self, encoder: TaskEncoder | None) -> None:
         self._encoder = encoder
         self._decoder = Decoder(encoder)
-        self._room = Room(PAGE_BYTES)
-        self._sequence_numbers = count()  # of the page, for anchors
+        self._budget = Budget(PAGE_BYTES)
+        self._sequence_numbers = count()  # numbers of the token fields in the page, for anchors
 
     def entries(self, batch: Any) -> Iterator[CardEntry]:
         """Yield an entry for every field, named by a path such as `items[0].tokens`.
 
-        A field that fails has an error.
+        The entry of a field that cannot be shown has the error.
         """
         yield from self._entries_of("", batch, 0)
 
     def _entries_of(self, name: str, value: Any, depth: int) -> Iterator[CardEntry]:
         """Yield entries of a value, and of the values in it."""
         try:
-            inner = _inner(value) if depth < _DEEPEST else None
+            contained = _contained_values(value) if depth < _DEEPEST else None
             if isinstance(value, Sample):
-                yield from self._sample(name, value)
-            elif isinstance(inner, Mapping):
-                yield from self._mapping(name, inner, depth)
-            elif inner is not None:
-                yield from self._list(name, inner, depth)
+                yield from self._sample_entries(name, value)
+            elif isinstance(contained, Mapping):
+                yield from self._mapping_entries(name, contained, depth)
+            elif contained is not None:
+                yield from self._list_entries(name, contained, depth)
             else:
-                yield self._leaf(name or "batch", value)
+                yield self._leaf_entry(name or "batch", value)
         except Exception as error:  # an error of one field, such as a type whose repr raises, must not prevent the page
             yield CardEntry(name or "batch", type(value).__name__, fault=first_line(error))
 
-    def _mapping(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
+    def _mapping_entries(self, name: str, fields: Mapping[Any, Any], depth: int) -> Iterator[CardEntry]:
         """Yield an entry of the tokens with their labels and documents, and then entries of the other fields."""
-        tokens, documents = tokens_name(fields), None
-        if tokens is not None:
-            documents = documents_of(tokens, fields, f"t{next(self._sequence_numbers)}")
-            yield tokens_entry(_path(name, tokens), tokens, fields, self._decoder, documents)
-        tiles = tiles_entry(_path(name, "patches"), fields, self._encoder)
+        tokens_field = tokens_name(fields)
+        documents = None
+        if tokens_field is not None:
+            documents = documents_of(tokens_field, fields, f"t{next(self._sequence_numbers)}")
+            yield tokens_entry(_field_path(name, tokens_field), tokens_field, fields, self._decoder, documents)
+        tiles = tiles_entry(_field_path(name, "patches"), fields, self._encoder)
         if tiles is not None:
             yield with_documents(tiles, fields["grids"], documents, fields, self._encoder)
         for field, value in fields.items():
-            if field != tokens and (tiles is None or field != "patches"):
-                for entry in self._entries_of(_path(name, field), value, depth + 1):
+            if field != tokens_field and (tiles is None or field != "patches"):
+                for entry in self._entries_of(_field_path(name, field), value, depth + 1):
                     yield with_documents(entry, value, documents, fields, self._encoder)
 
-    def _list(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
+    def _list_entries(self, name: str, items: list[Any], depth: int) -> Iterator[CardEntry]:
         """Yield entries of the first items of a list."""
         for number, item in enumerate(items[:_MOST_ITEMS]):
             yield from self._entries_of(f"{name}[{number}]", item, depth + 1)
         if len(items) > _MOST_ITEMS:
             yield CardEntry(name or "batch", f"{len(items) - _MOST_ITEMS:,} more")
 
-    def _sample(self, name: str, sample: Sample) -> Iterator[CardEntry]:
+    def _sample_entries(self, name: str, sample: Sample) -> Iterator[CardEntry]:
         """Yield entries of the parts of a sample."""
         for extension in sample:
-            entry = part_entry(sample, extension, self._room)
+            entry = part_entry(sample, extension, self._budget)
             yield dataclasses.replace(entry, name=f"{name} {entry.name}".strip())
 
-    def _leaf(self, name: str, value: Any) -> CardEntry:
+    def _leaf_entry(self, name: str, value: Any) -> CardEntry:
         """Return the entry of a value that is not a container."""
         array = as_array(value)
         if array is not None:
-            sound = sound_entry(name, value, array, self._room)
+            sound = sound_entry(name, value, array, self._budget)
             return sound or array_entry(name, value, array, self._encoder)
         if isinstance(value, str):
-            return CardEntry(name, f"{len(value):,} characters", text=cut(value))
+            return CardEntry(name, f"{len(value):,} characters", text=shorten(value))
         if isinstance(value, bytes):
             return CardEntry(name, f"{len(value):,} bytes, beginning with {value[:12].hex(' ')}")
-        text = cut(repr(value))
-        short = len(text) <= _SHORT and "\n" not in text
-        kind = type(value).__name__
-        return CardEntry(name, f"{kind}: {text}") if short else CardEntry(name, kind, text=text)
+        text = shorten(repr(value))
+        is_short = len(text) <= _SHORT_VALUE and "\n" not in text
+        type_name = type(value).__name__
+        return CardEntry(name, f"{type_name}: {text}") if is_short else CardEntry(name, type_name, text=text)
 
 
-def _inner(value: Any) -> Mapping[Any, Any] | list[Any] | None:
-    """Return the parts of a container, by name or in order; None for other values and lists of numbers."""
+def _contained_values(value: Any) -> Mapping[Any, Any] | list[Any] | None:
+    """Return the values in a container, by name or in order. Return None for other values and lists of numbers."""
     named = named_parts(value)
     if named is not None:
         return named
@@ -218,5 +219,5 @@ def _inner(value: Any) -> Mapping[Any, Any] | list[Any] | None:
     return None if listed is None or all(isinstance(item, int | float | None) for item in listed) else listed
 
 
-def _path(name: str, field: Any) -> str:
+def _field_path(name: str, field: Any) -> str:
     return f"{name}.{field}" if name else str(field)

@@ -17,31 +17,35 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, SUBTITLE_PARTS, TEXT_PARTS, VIDEO_PARTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.tools.preview.image_entries import LARGEST_BYTES, thumbnail_of_file
-from savable_pipeline.tools.preview.media_entries import is_range, media_entry
-from savable_pipeline.tools.preview.page import Card, CardEntry, Room, Turn, cut, first_line
+from savable_pipeline.tools.preview.media_entries import is_media_range, media_entry
+from savable_pipeline.tools.preview.page import Budget, Card, CardEntry, Turn, first_line, shorten
 
 _MOST_PARTS = 16  # parts of a sample that are shown
 _TEXT_BYTES = 1 << 14  # most bytes of a text that are read
 _LARGEST_JSON = 1 << 18  # bytes of JSON up to which it is indented
 _CONVERSATIONS = ("messages", "conversations")  # columns of a table that are JSON
-_FAULTS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
+_ENTRY_ERRORS = (SavableError, ValueError, OSError, IndexError, RecursionError, MemoryError)
 
 
-def sample_card(sample: Sample, number: int, room: Room) -> Card:
-    """Return the card of a sample. A part that cannot be shown has an error."""
-    where = f"{sample.shard} · " * (sample.shard != ".") + f"sample {number:,} of the dataset"
+def sample_card(sample: Sample, number: int, budget: Budget) -> Card:
+    """Return the card of sample `number` of a dataset.
+
+    A part that cannot be shown has its error.
+    """
+    shard = "" if sample.shard == "." else f"{sample.shard} · "  # the shard of a folder of files is "."
+    where = f"{shard}sample {number:,} of the dataset"
     try:
         names = list(sample)
-        entries = [part_entry(sample, name, room) for name in names[:_MOST_PARTS]]
+        entries = [part_entry(sample, name, budget) for name in names[:_MOST_PARTS]]
         if len(names) > _MOST_PARTS:
             entries.append(CardEntry("…", f"{len(names) - _MOST_PARTS:,} parts more"))
         return Card(sample.key, where, entries)
-    except _FAULTS as error:
+    except _ENTRY_ERRORS as error:
         return Card("unreadable sample", where, fault=first_line(error))
 
 
-def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
-    """Return the entry of a part. Only what is shown is read."""
+def part_entry(sample: Sample, extension: str, budget: Budget) -> CardEntry:
+    """Return the entry of a part. No more bytes are read than are shown."""
     suffix = extension.lower().rpartition(".")[2]
     is_json = suffix == "json" or suffix in _CONVERSATIONS
     limit = LARGEST_BYTES if suffix in IMAGE_PARTS else _LARGEST_JSON if is_json else _TEXT_BYTES
@@ -52,9 +56,9 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
         if len(head) >= 64 and not head.strip(b"\0"):
             raise ValueError(f"zero-filled: the first {len(head):,} bytes are zeros")
         if suffix in VIDEO_PARTS or suffix in AUDIO_PARTS:
-            return media_entry(sample, extension, note, room)
-        if is_range(sample, extension, head):
-            return media_entry(sample, extension, head.decode(errors="replace"), room)
+            return media_entry(sample, extension, note, budget)
+        if is_media_range(sample, extension, head):
+            return media_entry(sample, extension, head.decode(errors="replace"), budget)
         if suffix in IMAGE_PARTS:
             return _image_entry(extension, note, head, size)
         if len(head) == size and (suffix == "json" or (is_json and head.startswith(b"["))):
@@ -62,7 +66,7 @@ def part_entry(sample: Sample, extension: str, room: Room) -> CardEntry:
         if suffix in TEXT_PARTS or suffix in SUBTITLE_PARTS or is_json or _is_text(head, size):
             return CardEntry(extension, note, text=_decode_text(head, size))
         return CardEntry(extension, f"{note}, beginning with {head[:12].hex(' ')}")
-    except _FAULTS as error:
+    except _ENTRY_ERRORS as error:
         return CardEntry(extension, note, fault=first_line(error))
 
 
@@ -70,16 +74,16 @@ def _image_entry(extension: str, note: str, head: bytes, size: int) -> CardEntry
     """Return the entry of an image, with a thumbnail."""
     if len(head) < size:
         raise ValueError(f"not decoded: {size:,} bytes, more than {LARGEST_BYTES:,}")
-    thumbnail, about = thumbnail_of_file(head)
-    return CardEntry(extension, f"{about}, {note}", thumbnails=[thumbnail])
+    thumbnail, description = thumbnail_of_file(head)
+    return CardEntry(extension, f"{description}, {note}", thumbnails=[thumbnail])
 
 
 def _json_entry(extension: str, note: str, data: bytes) -> CardEntry:
     """Return the entry of JSON: a conversation as turns, and everything else as indented JSON."""
     try:
         record = json.loads(data)
-        turns, rest = conversation_in(record) or ([], record)
-        text = "" if turns and rest is None else cut(json.dumps(rest, indent=2, ensure_ascii=False))
+        turns, other_fields = conversation_in(record) or ([], record)
+        text = "" if turns and other_fields is None else shorten(json.dumps(other_fields, indent=2, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"malformed JSON: {error}") from error
     return CardEntry(extension, note, text=text, turns=turns)
@@ -92,10 +96,10 @@ def _decode_text(head: bytes, size: int) -> str:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if not is_truncated or error.start < len(head) - 4:  # otherwise it only ends within a character
+        if not is_truncated or error.start < len(head) - 4:  # otherwise `head` only ends within a character
             raise ValueError(f"malformed text: {error}") from None
         text = head[: error.start].decode()
-    return f"{cut(text).removesuffix(' …')} …" if is_truncated else cut(text)
+    return f"{shorten(text).removesuffix(' …')} …" if is_truncated else shorten(text)
 
 
 def _is_text(head: bytes, size: int) -> bool:
@@ -114,20 +118,21 @@ _LONGEST_QUESTION, _LONGEST_ANSWER = 300, 900  # characters; a long question mus
 
 
 def conversation_in(record: Any) -> tuple[list[Turn], Any] | None:
-    """Return the turns of the first conversation of a record, and the rest; or None.
+    """Return a record's first conversation, as turns, and its other fields.
 
-    The rest is None if the record has nothing else.
+    The second value is None if there are no other fields. Without a conversation, the result is None.
     """
     if _is_conversation(record):
         return _turns(record), None
     if isinstance(record, dict):
         for name, value in record.items():
             if _is_conversation(value):
-                return _turns(value), {other: more for other, more in record.items() if other != name} or None
+                return _turns(value), {other: record[other] for other in record if other != name} or None
     return None
 
 
 def _is_conversation(value: Any) -> bool:
+    """Return whether a value of JSON is a list of turns."""
     return isinstance(value, list) and bool(value) and all(map(_is_turn, value))
 
 
@@ -152,14 +157,15 @@ def _turn(message: dict[str, Any]) -> Turn:
     """Format one message of a conversation."""
     role = _first_value(message, _ROLES)
     answers = role.lower() in _ANSWERING
-    rest = {name: value for name, value in message.items() if name not in (*_ROLES, *_CONTENTS) and value is not None}
-    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(rest, ensure_ascii=False) if rest else ""]
+    known = (*_ROLES, *_CONTENTS)
+    more = {name: value for name, value in message.items() if name not in known and value is not None}
+    texts = [_format_content(_first_value(message, _CONTENTS)), json.dumps(more, ensure_ascii=False) if more else ""]
     text = "\n".join(filter(None, texts))
     return Turn(role, _cut_middle(text, _LONGEST_ANSWER if answers else _LONGEST_QUESTION), answers)
 
 
 def _format_content(content: Any) -> str:
-    """Format a content as text, with placeholders such as `[image]` for other parts."""
+    """Format the content of a message as text, with placeholders such as `[image]` for other parts."""
     if isinstance(content, list):
         return "".join(map(_format_part, content))
     return content or ""
@@ -184,5 +190,6 @@ def _cut_middle(text: str, longest: int) -> str:
     return f"{text[:start]} … {len(text) - longest:,} characters … {text[-end:]}"
 
 
-def _first_value(value: dict[str, Any], names: Sequence[str]) -> Any:
-    return next((value[name] for name in names if name in value), None)
+def _first_value(record: dict[str, Any], names: Sequence[str]) -> Any:
+    """Return the value of the first of these names that a record has, or None."""
+    return next((record[name] for name in names if name in record), None)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from savable_pipeline.tools.preview.image_entries import Pixels, describe_array, stretched
-from savable_pipeline.tools.preview.page import CardEntry, Room, Sound
+from savable_pipeline.tools.preview.page import Budget, CardEntry, Sound
 
 Waveform = NDArray[np.float32]  # (samples,), from -1 to 1
 
@@ -36,23 +36,24 @@ _COLOURS = np.array([(8, 8, 24), (76, 20, 112), (196, 54, 88), (250, 148, 48), (
 def waveform(samples: Waveform) -> str:
     """Return a closed SVG path of the range of the samples in each column.
 
-    It is "" without samples.
+    Returns "" if there are no samples.
     """
     if not len(samples):
         return ""
     columns = np.array_split(samples, min(WAVE_WIDTH, len(samples)))
-    heights = np.array([(column.max(), column.min()) for column in columns]).clip(-1, 1)
+    heights = np.array([(column.max(), column.min()) for column in columns]).clip(-1, 1)  # (columns, 2)
     middle = WAVE_HEIGHT / 2
-    high, low = (middle - 0.5 - middle * heights[:, 0]).clip(0), (middle + 0.5 - middle * heights[:, 1])
-    across = np.linspace(0, WAVE_WIDTH, len(columns))
-    points = [*zip(across, high, strict=True), *reversed([*zip(across, low, strict=True)])]
+    upper = (middle - 0.5 - middle * heights[:, 0]).clip(0)
+    lower = middle + 0.5 - middle * heights[:, 1]
+    xs = np.linspace(0, WAVE_WIDTH, len(columns))
+    points = [*zip(xs, upper, strict=True), *reversed([*zip(xs, lower, strict=True)])]
     return "M" + "L".join(f"{x:.0f} {y:.1f}" for x, y in points) + "Z"
 
 
 def spectrogram(samples: Waveform) -> NDArray[np.float64]:
-    """Return decibels below the greatest, -80 to 0: float64 (frequencies, times).
+    """Return decibels relative to the loudest, -80 to 0: float64 (frequencies, times).
 
-    Frequencies are from 0 Hz to half the rate.
+    Frequencies are from 0 Hz to half the sample rate.
     """
     padded = np.pad(samples, (0, max(0, _WINDOW - len(samples)))).astype(np.float64)
     hop = max(_LEAST_HOP, -(-(len(padded) - _WINDOW) // (_COLUMNS - 1)))
@@ -83,11 +84,11 @@ def coloured(values: NDArray[np.floating[Any]]) -> Pixels:
     return np.stack(channels, axis=-1).astype(np.uint8)
 
 
-def picture_of(pixels: Pixels, room: Room) -> str:
-    """Return a spectrogram as a data URI, or "" if there is no room."""
+def embed_spectrogram(pixels: Pixels, budget: Budget) -> str:
+    """Return a spectrogram as a data URI, or "" if the budget does not allow it."""
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=85)
-    return room.embed("image/jpeg", file.getvalue())
+    return budget.embed("image/jpeg", file.getvalue())
 
 
 _AUDIO_NAMES = ("audio", "sound", "wave", "speech")  # words in the names of fields that are audio
@@ -100,41 +101,41 @@ _MOST_SAMPLES = 480_000  # samples of a clip that are shown
 _MOST_FRAMES = 3_000
 
 
-def sound_entry(name: str, value: Any, array: NDArray[Any], room: Room) -> CardEntry | None:
-    """Return the entry of audio or features, or None for another array."""
+def sound_entry(name: str, value: Any, array: NDArray[Any], budget: Budget) -> CardEntry | None:
+    """Return the entry of an array of audio or features.
+
+    The field's name tells which of them it is. Returns None for other arrays.
+    """
     if array.dtype.kind != "f" or not array.size or not 1 <= array.ndim <= 3:
         return None
-    last = name.lower().rpartition(".")[2]
-    if any(word in last for word in _FEATURE_NAMES):
-        return _features_entry(name, describe_array(value, array), array, room)
-    if any(word in last for word in _AUDIO_NAMES) and array.shape[-1] >= _LEAST_SAMPLES:
-        return _sounds_entry(name, describe_array(value, array), array, room)
+    field = name.lower().rpartition(".")[2]
+    if any(word in field for word in _FEATURE_NAMES):
+        return _features_entry(name, describe_array(value, array), array, budget)
+    if any(word in field for word in _AUDIO_NAMES) and array.shape[-1] >= _LEAST_SAMPLES:
+        return _sounds_entry(name, describe_array(value, array), array, budget)
     return None
 
 
-def _sounds_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
+def _sounds_entry(name: str, note: str, array: NDArray[Any], budget: Budget) -> CardEntry | None:
     """Return the entry of arrays of samples, or None if the array is not audio."""
     # rows may be channels or clips, so each is shown separately
     sounds = array if array.ndim == 3 else array.reshape(-1, 1, array.shape[-1])
     if sounds.shape[1] > _MOST_CHANNELS:
         return None
     shown = [np.nan_to_num(sound[:, :_MOST_SAMPLES].mean(axis=0, dtype=np.float32)) for sound in sounds[:_MOST_CLIPS]]
-    pictures = [
-        Sound(waveform(samples), picture_of(spectrogram_pixels(samples), room), f"sound {number} of {len(sounds):,}")
-        for number, samples in enumerate(shown)
-    ]
-    return CardEntry(name, note, sounds=pictures)
+    images = [embed_spectrogram(spectrogram_pixels(samples), budget) for samples in shown]
+    notes = [f"sound {number} of {len(sounds):,}" for number in range(len(shown))]
+    sounds_shown = zip(map(waveform, shown), images, notes, strict=True)
+    return CardEntry(name, note, sounds=[Sound(path, image, text) for path, image, text in sounds_shown])
 
 
-def _features_entry(name: str, note: str, array: NDArray[Any], room: Room) -> CardEntry | None:
+def _features_entry(name: str, note: str, array: NDArray[Any], budget: Budget) -> CardEntry | None:
     """Return the entry of log-mel features, or None if the array has no such shape."""
     if array.ndim == 2 and array.shape[1] in _FEATURE_BINS:
         array = array.T[None]
     if array.ndim != 3 or array.shape[1] not in _FEATURE_BINS:
         return None
-    scaled = [stretched(each[:, :_MOST_FRAMES]) / 255 for each in array[:_MOST_CLIPS]]
-    pictures = [
-        Sound("", picture_of(coloured(each), room), f"sound {number} of {len(array):,}" if len(array) > 1 else "")
-        for number, each in enumerate(scaled)
-    ]
-    return CardEntry(name, note, sounds=pictures)
+    scaled = [stretched(features[:, :_MOST_FRAMES]) / 255 for features in array[:_MOST_CLIPS]]
+    notes = [f"sound {number} of {len(array):,}" if len(array) > 1 else "" for number in range(len(scaled))]
+    images = [embed_spectrogram(coloured(features), budget) for features in scaled]
+    return CardEntry(name, note, sounds=[Sound("", image, text) for image, text in zip(images, notes, strict=True)])

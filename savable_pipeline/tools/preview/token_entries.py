@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.image_entries import as_array, describe_array
-from savable_pipeline.tools.preview.page import CardEntry, Thumbnail, TokenRow, TokenSpan, cut
+from savable_pipeline.tools.preview.page import CardEntry, Thumbnail, TokenRow, TokenSpan, shorten
 
 Mask = NDArray[np.bool_]
 
@@ -29,10 +29,10 @@ _LABELS = ("labels", "targets", "target_ids")
 _LOSS_MASKS = ("loss_mask", "loss_weights", "target_mask")
 _DOCUMENTS = ("document_ids", "doc_ids", "segment_ids", "sequence_ids", "seq_idx")
 _POSITIONS = ("position_ids", "positions")
-_IGNORED = -100
+_IGNORED_LABEL = -100
 _MOST_ROWS = 8
 _LONGEST_ROW = 1024  # tokens of a row that are shown
-_LEAST_RUN = 6  # equal tokens without loss, from which they are shown as one
+_LEAST_REPEATS = 6  # equal tokens without loss, from which they are shown as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Sequences:
     loss: Mask | None  # tokens that contribute to the loss; None: unknown
     begins: Mask  # tokens that start a document
     labels: NDArray[Any] | None
-    beyond: Mask  # tokens whose label is not the next token of the row
+    other_target: Mask  # tokens with loss whose label, which is one ahead, is not the next token of the row
 
 
 def tokens_name(fields: Mapping[str, Any]) -> str | None:
@@ -56,26 +56,29 @@ def tokens_name(fields: Mapping[str, Any]) -> str | None:
 
 
 class PackDocuments:
-    """Documents of a batch's rows, numbered from 0 in each.
+    """Documents in the rows of a batch, numbered from 0 in each row.
 
-    `name` is a prefix of their anchors in a page.
+    `begins` says which tokens start a document. `anchor_prefix` starts the `id` of each document in the page.
     """
 
-    def __init__(self, tokens: NDArray[Any], begins: Mask, name: str = "") -> None:
-        self.tokens, self._name = tokens, name
+    def __init__(self, tokens: NDArray[Any], begins: Mask, anchor_prefix: str = "") -> None:
+        self.tokens, self._anchor_prefix = tokens, anchor_prefix
         self.rows, self.length = tokens.shape
         self.size = tokens.size
         self._numbers = np.cumsum(begins, axis=1) - 1  # the document of each token, int64 (rows, length)
 
-    def at(self, position: int) -> tuple[int, int]:
-        """Return the row and the document of the token at a position among all rows."""
+    def document_at(self, position: int) -> tuple[int, int]:
+        """Return the row of a token, and the number of its document in this row.
+
+        The token is given by its position among all tokens.
+        """
         row, column = divmod(position, self.length)
         return row, int(self._numbers[row, column])
 
     def anchor(self, row: int, number: int) -> str:
         """Return the `id` of a document's start, or "" if it is not on the page."""
-        shown = row < _MOST_ROWS and number <= self._numbers[row, :_LONGEST_ROW][-1]
-        return f"{self._name}-{row}-{number}" if self._name and shown else ""
+        is_shown = row < _MOST_ROWS and number <= self._numbers[row, :_LONGEST_ROW][-1]
+        return f"{self._anchor_prefix}-{row}-{number}" if self._anchor_prefix and is_shown else ""
 
 
 def documents_of(name: str, fields: Mapping[str, Any], anchors: str) -> PackDocuments:
@@ -97,38 +100,40 @@ def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
 def tokens_entry(
     shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: PackDocuments | None = None
 ) -> CardEntry:
-    """Return the tokens in field `name` as rows.
+    """Return the entry of the tokens in field `name`, in rows.
 
-    Labels or a loss mask and borders come from the other fields.
+    Labels, the loss mask and the borders of documents are found in the other fields.
     """
     array = _array(fields, name)
-    found = _sequences(np.atleast_2d(array), fields)
-    documents = documents or PackDocuments(found.tokens, found.begins)
-    rows = [_row(found, row, decoder, documents) for row in range(min(_MOST_ROWS, len(found.tokens)))]
-    more = f", the first {_MOST_ROWS} rows" if len(found.tokens) > _MOST_ROWS else ""
-    return CardEntry(shown_name, describe_array(fields[name], array) + more, rows=rows)
+    sequences = _sequences(np.atleast_2d(array), fields)
+    documents = documents or PackDocuments(sequences.tokens, sequences.begins)
+    row_count = len(sequences.tokens)
+    rows = [_token_row(sequences, row, decoder, documents) for row in range(min(_MOST_ROWS, row_count))]
+    limit = f", the first {_MOST_ROWS} rows" if row_count > _MOST_ROWS else ""
+    return CardEntry(shown_name, describe_array(fields[name], array) + limit, rows=rows)
 
 
 def _sequences(tokens: NDArray[Any], fields: Mapping[str, Any]) -> _Sequences:
     """Find out which tokens contribute to the loss, and where documents start."""
     labels, mask = _find_field(tokens, fields, _LABELS), _find_field(tokens, fields, _LOSS_MASKS)
-    begins, beyond = _document_starts(tokens, fields), np.zeros(tokens.shape, dtype=bool)
+    begins = _document_starts(tokens, fields)
+    other_target = np.zeros(tokens.shape, dtype=bool)
     if labels is None and mask is None:
-        return _Sequences(tokens, None, begins, None, beyond)
+        return _Sequences(tokens, None, begins, None, other_target)
     loss = np.ones(tokens.shape, dtype=bool)
     if labels is not None:
-        loss &= labels != _IGNORED
+        loss &= labels != _IGNORED_LABEL
     if mask is not None:
         loss &= mask != 0
     if labels is not None:
-        ahead = loss[:, :-1] & (labels[:, :-1] == tokens[:, 1:])
-        if ahead.sum() > (loss & (labels == tokens)).sum():
+        is_next_token = loss[:, :-1] & (labels[:, :-1] == tokens[:, 1:])
+        if is_next_token.sum() > (loss & (labels == tokens)).sum():  # labels are one ahead
             targets = np.zeros(tokens.shape, dtype=bool)
-            targets[:, 1:] = ahead
-            beyond = loss.copy()
-            beyond[:, :-1] &= ~ahead
+            targets[:, 1:] = is_next_token
+            other_target = loss.copy()
+            other_target[:, :-1] &= ~is_next_token
             loss = targets
-    return _Sequences(tokens, loss, begins, labels, beyond)
+    return _Sequences(tokens, loss, begins, labels, other_target)
 
 
 def _find_field(tokens: NDArray[Any], fields: Mapping[str, Any], names: Sequence[str]) -> NDArray[Any] | None:
@@ -147,10 +152,10 @@ def _document_starts(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
     borders = as_array(fields.get("cu_seqlens"))
     documents, positions = _find_field(tokens, fields, _DOCUMENTS), _find_field(tokens, fields, _POSITIONS)
     if borders is not None and borders.dtype.kind in "iu" and borders.ndim == 1:
-        begins.reshape(-1)[_within(borders, tokens.size)] = True
+        begins.reshape(-1)[_inside(borders, tokens.size)] = True
     elif borders is not None and borders.dtype.kind in "iu" and borders.ndim == 2 and len(borders) == len(tokens):
         for row, row_borders in zip(begins, borders, strict=True):
-            row[_within(row_borders, len(row))] = True
+            row[_inside(row_borders, len(row))] = True
     elif documents is not None:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     elif positions is not None:
@@ -158,41 +163,41 @@ def _document_starts(tokens: NDArray[Any], fields: Mapping[str, Any]) -> Mask:
     return begins
 
 
-def _within(borders: NDArray[Any], size: int) -> NDArray[Any]:
+def _inside(borders: NDArray[Any], size: int) -> NDArray[Any]:
     """Return the borders from 0 to below `size`."""
     return borders[(borders >= 0) & (borders < size)]
 
 
-def _row(sequences: _Sequences, row: int, decoder: Decoder, documents: PackDocuments) -> TokenRow:
+def _token_row(sequences: _Sequences, row: int, decoder: Decoder, documents: PackDocuments) -> TokenRow:
     """Return a row of tokens as spans, with a note of its numbers of tokens, segments and tokens with loss."""
     length = sequences.tokens.shape[1]
     shown = min(length, _LONGEST_ROW)
     spans: list[TokenSpan] = []
     start = 0
     while start < shown:
-        stop = _end_of_stretch(sequences, row, start, shown)
+        stop = _stretch_end(sequences, row, start, shown)
         stretch = _spans(sequences, row, start, stop, decoder)
         if sequences.begins[row, start]:
-            _, number = documents.at(row * length + start)
+            _, number = documents.document_at(row * length + start)
             stretch[0] = dataclasses.replace(stretch[0], anchor=documents.anchor(row, number))
         spans += stretch
         start = stop
     note = f"row {row}: {length:,} tokens"
     note += f", {int(sequences.begins[row].sum()):,} segments" if sequences.begins[row, 1:].any() else ""
     if sequences.loss is not None:
-        count = int(sequences.loss[row].sum() + sequences.beyond[row].sum())
+        count = int(sequences.loss[row].sum() + sequences.other_target[row].sum())
         note += f", {count:,} with loss ({count / length:.0%})"
     note += f"; the first {shown:,} are shown" if shown < length else ""
     return TokenRow(note, spans)
 
 
-def _end_of_stretch(sequences: _Sequences, row: int, start: int, shown: int) -> int:
-    """Return the end of the tokens from `start` on that are in one document and have equal loss."""
+def _stretch_end(sequences: _Sequences, row: int, start: int, shown: int) -> int:
+    """Return the end of the stretch at `start`: of tokens in one document that all have loss, or all have none."""
     stop = start + 1
     while (
         stop < shown
         and not sequences.begins[row, stop]
-        and not sequences.beyond[row, stop - 1]
+        and not sequences.other_target[row, stop - 1]
         and (sequences.loss is None or sequences.loss[row, stop] == sequences.loss[row, start])
     ):
         stop += 1
@@ -200,37 +205,41 @@ def _end_of_stretch(sequences: _Sequences, row: int, start: int, shown: int) -> 
 
 
 def _spans(sequences: _Sequences, row: int, start: int, stop: int, decoder: Decoder) -> list[TokenSpan]:
-    """Divide tokens of one document with equal loss into spans of text."""
+    """Return the tokens of a stretch, from `start` to `stop` in a row, as spans of text."""
     ids: list[int] = sequences.tokens[row, start:stop].tolist()
     kind = "unknown" if sequences.loss is None else "loss" if sequences.loss[row, start] else "ignored"
     spans: list[TokenSpan] = []
-    for begin, end in _runs(ids, kind):
-        alike = end - begin >= _LEAST_RUN and len(set(ids[begin:end])) == 1
-        for text, count in decoder.pieces(ids[begin : begin + 1] if alike else ids[begin:end]):
+    for begin, end in _split_at_repeats(ids, kind):
+        is_repeat = end - begin >= _LEAST_REPEATS and len(set(ids[begin:end])) == 1
+        for text, count in decoder.pieces(ids[begin : begin + 1] if is_repeat else ids[begin:end]):
             title = f"{' '.join(map(str, ids[begin : begin + count]))} at {start + begin}"
-            at_start = begin == 0 and bool(sequences.begins[row, start])
-            spans.append(TokenSpan(cut(text, 80), kind, title, at_start, end - begin if alike else 1))
+            begins = begin == 0 and bool(sequences.begins[row, start])
+            spans.append(TokenSpan(shorten(text, 80), kind, title, begins, end - begin if is_repeat else 1))
             begin += count
-    if sequences.beyond[row, stop - 1] and sequences.labels is not None:
+    if sequences.other_target[row, stop - 1] and sequences.labels is not None:
         target = int(sequences.labels[row, stop - 1])
         target_text, _ = decoder.pieces([target])[0]
         spans[-1] = dataclasses.replace(spans[-1], next=target_text)
     return spans
 
 
-def _runs(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
-    """Split tokens into ranges, so that a long run of one token, such as padding, has its own range."""
+def _split_at_repeats(ids: Sequence[int], kind: str) -> list[tuple[int, int]]:
+    """Split tokens into ranges, so that a token that is often repeated, such as padding, has its own range.
+
+    Tokens with loss are not split.
+    """
     if kind == "loss":
         return [(0, len(ids))]
-    found, begin, start = [], 0, 0
+    ranges = []
+    begin, repeats_begin = 0, 0  # of the tokens that are in no range yet, and of the last of them that are equal
     for end in range(1, len(ids) + 1):
-        if end < len(ids) and ids[end] == ids[start]:
+        if end < len(ids) and ids[end] == ids[repeats_begin]:
             continue
-        if end - start >= _LEAST_RUN:
-            found += [(begin, start)] * (begin < start) + [(start, end)]
+        if end - repeats_begin >= _LEAST_REPEATS:
+            ranges += [(begin, repeats_begin), (repeats_begin, end)]
             begin = end
-        start = end
-    return found + [(begin, len(ids))] * (begin < len(ids))
+        repeats_begin = end
+    return [(begin, end) for begin, end in [*ranges, (begin, len(ids))] if begin < end]
 
 
 _LONGEST_CHARACTER = 8  # tokens of one character, at most
@@ -249,7 +258,7 @@ class Decoder:
         decode: Any = getattr(tokenizer, "decode", None) or getattr(wrapped, "decode", None)
         self._decode = decode if callable(decode) else None
         special = {name: getattr(tokenizer, name, None) for name in ("pad", "eos", "bos")}
-        self._names = {number: name for name, number in special.items() if type(number) is int}
+        self._names = {token: name for name, token in special.items() if type(token) is int}
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, int]]:
         """Return text and number of tokens of each piece.
@@ -257,17 +266,17 @@ class Decoder:
         A piece is one token, or the few that share a character.
         """
         pieces: list[tuple[str, int]] = []
-        start, before = 0, 0  # the starts of this piece, and of the previous one, which is its context
+        start, context_start = 0, 0  # the starts of this piece, and of the previous one, which is its context
         for end in range(1, len(ids) + 1):
-            text = self._decode_in_context(ids, before, start, end)
+            text = self._decode_in_context(ids, context_start, start, end)
             if not text.endswith("\ufffd") or end - start >= _LONGEST_CHARACTER or end == len(ids):
-                pieces.append((text or self._name(ids[start]), end - start))
-                before, start = start, end
+                pieces.append((text or self._display_name(ids[start]), end - start))
+                context_start, start = start, end
         return pieces
 
-    def _decode_in_context(self, ids: Sequence[int], before: int, start: int, end: int) -> str:
-        """Decode `ids[start:end]` with `ids[before:start]` as context, because some tokenizers only then add spaces."""
-        context, both = self._text(ids[before:start]), self._text(ids[before:end])
+    def _decode_in_context(self, ids: Sequence[int], context_start: int, start: int, end: int) -> str:
+        """Decode `ids[start:end]` with the previous tokens as context, because some tokenizers only then add spaces."""
+        context, both = self._text(ids[context_start:start]), self._text(ids[context_start:end])
         return both.removeprefix(context) if both.startswith(context) else self._text(ids[start:end])
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -279,8 +288,8 @@ class Decoder:
         except Exception:  # such as an id out of range, which must not prevent the page
             return ""
 
-    def _name(self, number: int) -> str:
-        return f"‹{self._names.get(number, number)}›"
+    def _display_name(self, token: int) -> str:
+        return f"‹{self._names.get(token, token)}›"
 
 
 def _decoded(decode: Any, ids: list[int]) -> Any:
@@ -303,7 +312,7 @@ def with_documents(
 ) -> CardEntry:
     """Add a link to its document below each image, if the document is known.
 
-    `value` has one image per row.
+    `value` is the field of the entry, with one image per row.
     """
     array = as_array(value)
     if documents is None or not entry.thumbnails or array is None or array.ndim > 4:
@@ -318,7 +327,7 @@ def with_documents(
 
 def _linked(thumbnail: Thumbnail, documents: PackDocuments, position: int) -> Thumbnail:
     """Add the document of a token to a thumbnail, as its caption and link."""
-    row, number = documents.at(position)
+    row, number = documents.document_at(position)
     where = f"row {row}, document {number}" if documents.rows > 1 else f"document {number}"
     return dataclasses.replace(thumbnail, caption=where, link=documents.anchor(row, number))
 
@@ -339,7 +348,7 @@ def _first_token_positions(
 
 
 def _tile_positions(documents: PackDocuments, vision: Any, grids: Any) -> TokenPositions | Sequence[int]:
-    """Return the position of each image's first token, or () if that is unknown."""
+    """Return the position of each image's first token, from the numbers of tokens of tiles; () if that is unknown."""
     try:
         sizes = [int(vision.tiles.tokens(grids[number : number + 1])) for number in range(len(grids))]
         positions = np.flatnonzero(documents.tokens.reshape(-1) == int(vision.token))

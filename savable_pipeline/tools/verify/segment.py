@@ -39,7 +39,7 @@ _MIN_SIDE = 4  # pixels; smaller arrays do not count as images
 def draw_difference(difference: Difference, path: Path) -> bool:
     """Write a PNG of the expected image, the found one and their difference.
 
-    Return False if the parts that differ are not images.
+    Returns False if the parts that differ are not images.
 
     An image is a tensor or array (channels, height, width) or (height, width, channels) with 1, 3 or 4 channels, or a
     row of a batch of images. Floats are scaled so that the least value of both images is black and the greatest is
@@ -47,12 +47,13 @@ def draw_difference(difference: Difference, path: Path) -> bool:
     """
     if difference.parts is None:
         return False
-    pair = [_image(part, difference.row) for part in difference.parts]
+    pair = [_as_image(part, difference.row) for part in difference.parts]
     if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
         return False
     expected, found = (np.nan_to_num(image.astype(np.float64)) for image in pair if image is not None)
     errors = np.abs(expected - found)
-    low, high = (0.0, 255.0) if pair[0].dtype == np.uint8 else _range(np.stack([expected, found]))
+    both = np.stack([expected, found])
+    low, high = (0.0, 255.0) if pair[0].dtype == np.uint8 else (float(both.min()), float(both.max()))
     images = [_to_uint8(expected, low, high), _to_uint8(found, low, high), _to_uint8(errors, 0.0, float(errors.max()))]
     gap = np.full((expected.shape[0], _GAP, 3), 255, np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +61,8 @@ def draw_difference(difference: Difference, path: Path) -> bool:
     return True
 
 
-def _image(part: Any, row: int | None) -> NDArray[Any] | None:
-    """Return the image as an array (height, width, channels), or None."""
+def _as_image(part: Any, row: int | None) -> NDArray[Any] | None:
+    """Return a part of a batch, or its `row`, as an array (height, width, channels), or None if it is no image."""
     if not hasattr(part, "shape"):
         return None
     if len(part.shape) == 4 and row is not None:
@@ -79,10 +80,6 @@ def _image(part: Any, row: int | None) -> NDArray[Any] | None:
     return array[..., :3]
 
 
-def _range(images: NDArray[np.float64]) -> tuple[float, float]:
-    return float(images.min()), float(images.max())
-
-
 def _to_uint8(image: NDArray[np.float64], low: float, high: float) -> NDArray[np.uint8]:
     """Return the image as uint8 (height, width, 3); black is `low`, white `high`."""
     scaled = (image - low) * (255.0 / (high - low)) if high > low else np.zeros_like(image)
@@ -90,9 +87,11 @@ def _to_uint8(image: NDArray[np.float64], low: float, high: float) -> NDArray[np
 
 
 class StartLoader(msgspec.Struct, tag=True):
-    """Create the loader and load a saved state.
+    """Order to create the loader that `target` names.
 
-    `workers` replaces its own `num_workers` if set.
+    It loads the `state` file if there is one.
+
+    `workers` replaces the loader's own `num_workers` if set.
     """
 
     target: str
@@ -103,25 +102,25 @@ class StartLoader(msgspec.Struct, tag=True):
 
 
 class TakeBatch(msgspec.Struct, tag=True):
-    """Take the next batch."""
+    """Order to take the next batch."""
 
 
 class Save(msgspec.Struct, tag=True):
-    """Save the state to a file."""
+    """Order to save the state to a file."""
 
     file: str
 
 
 class SaveBatch(msgspec.Struct, tag=True):
-    """Save the last batch to a file."""
+    """Order to save the last batch to a file."""
 
     file: str
 
 
 class Explain(msgspec.Struct, tag=True):
-    """Find where the last batch differs from the one in `file`.
+    """Order to find where the last batch differs from the one in `file`.
 
-    If images differ, draw them in the file `picture`.
+    If images differ, they are drawn in the file `picture`.
     """
 
     file: str
@@ -129,7 +128,7 @@ class Explain(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """The order has been carried out."""
+    """Answer that the order was carried out."""
 
 
 class LoaderStarted(msgspec.Struct, tag=True):
@@ -145,16 +144,21 @@ class LoaderStarted(msgspec.Struct, tag=True):
 
 
 class Stepped(msgspec.Struct, tag=True):
-    """Digest of a batch, and whether it was the last of an epoch."""
+    """Answer with the digest of the batch that was taken.
+
+    It also says whether the batch was the last of an epoch.
+    """
 
     digest: str
     ends_epoch: bool
 
 
 class Explained(msgspec.Struct, tag=True):
-    """Answer where a batch differs, with the samples of the row that differs.
+    """Answer that says where a batch differs.
 
-    If no single row differs, `samples` are those of the batch.
+    It has the samples of the row that differs.
+
+    If more than one row may differ, `samples` are those of the whole batch.
     """
 
     slot: int
@@ -173,18 +177,18 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
-ORDERS = StartLoader | TakeBatch | Save | SaveBatch | Explain
-ANSWERS = Done | LoaderStarted | Stepped | Explained | Failed
+Order = StartLoader | TakeBatch | Save | SaveBatch | Explain
+SegmentAnswer = Done | LoaderStarted | Stepped | Explained | Failed
 
 
 class SegmentProcess:
-    """Runs a loader, and carries out orders."""
+    """Runs a loader, and carries out the orders of the command."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
         self._batch: Any = None
 
-    def execute(self, order: ORDERS) -> ANSWERS:
+    def execute(self, order: Order) -> SegmentAnswer:
         """Carry out an order. Raises the run's own errors."""
         if isinstance(order, StartLoader):
             return self._start_loader(order)
@@ -228,14 +232,14 @@ class SegmentProcess:
         drawn = draw_difference(difference, picture)
         slot, lane = run.last_step()
         return Explained(
-            slot,
-            lane,
-            difference.path,
-            difference.expected,
-            f"{difference.found}{difference.element}",
-            difference.rows,
-            [f"shard {sample.shard}, key {sample.key}" for sample in _samples(run, difference)],
-            str(picture) if drawn else None,
+            slot=slot,
+            lane=lane,
+            field=difference.path,
+            expected=difference.expected,
+            found=f"{difference.found}{difference.element}",
+            rows=difference.rows,
+            samples=[f"shard {sample.shard}, key {sample.key}" for sample in _differing_samples(run, difference)],
+            picture=str(picture) if drawn else None,
         )
 
     def close(self) -> None:
@@ -244,19 +248,19 @@ class SegmentProcess:
             self._run.close()
 
 
-def _samples(run: Run, difference: Difference) -> list[TracedSample]:
-    """Return the samples of the row that differs, or of all rows.
+def _differing_samples(run: Run, difference: Difference) -> list[TracedSample]:
+    """Return the samples of the row that differs, or of all rows if that row is unknown.
 
-    There are none if they cannot be traced.
+    The result is empty if the samples cannot be traced.
     """
     try:
         rows = run.trace().rows
     except (SavableError, StopIteration):  # an inexact encoder may now build other items
         return []
-    row = _first_index(difference.path)
-    if row is None and difference.parts and difference.row is not None and len(difference.parts[0]) == len(rows):
-        row = difference.row
-    return rows[row] if row is not None and row < len(rows) else [sample for row in rows for sample in row]
+    number = _first_index(difference.path)
+    if number is None and difference.parts and difference.row is not None and len(difference.parts[0]) == len(rows):
+        number = difference.row
+    return rows[number] if number is not None and number < len(rows) else [sample for row in rows for sample in row]
 
 
 def _first_index(path: str) -> int | None:
@@ -269,13 +273,12 @@ def serve_orders(orders: TextIO, answers: TextIO) -> None:
     """Carry out orders until there are no more."""
     process = SegmentProcess()
     for line in orders:
-        answer: ANSWERS
+        answer: SegmentAnswer
         try:
-            answer = process.execute(msgspec.json.decode(line, type=ORDERS))
-        except (SavableError, ValueError) as error:
-            answer = Failed(f"{type(error).__name__}: {error}")
+            answer = process.execute(msgspec.json.decode(line, type=Order))
         except Exception as error:
-            traceback.print_exc()
+            if not isinstance(error, SavableError | ValueError):  # an error of the user's code
+                traceback.print_exc()
             answer = Failed(f"{type(error).__name__}: {error}")
         answers.write(msgspec.json.encode(answer).decode() + "\n")
         answers.flush()

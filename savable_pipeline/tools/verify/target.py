@@ -10,11 +10,11 @@ from savable_pipeline.core.named_object import named_object
 from savable_pipeline.run.loader.savable_loader import SavableLoader, settings_of
 from savable_pipeline.run.loader.settings import LoaderSettings
 
-LANES = 12  # default for a pipeline function
+DEFAULT_LANES = 12  # default for a pipeline function
 
 
 def load_target(
-    target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int | None = LANES
+    target: str, *, seed: int | None = None, lanes: int | None = None, default_lanes: int | None = DEFAULT_LANES
 ) -> LoaderSettings:
     """Return the settings of the loader, function or pipeline that `target` names.
 
@@ -24,7 +24,7 @@ def load_target(
     """
     found = named_object(target)
     if not isinstance(found, SavableLoader):
-        if _takes_a_lane(found, target):
+        if _is_pipeline(found, target):
             lanes = default_lanes if lanes is None else lanes
             with SavableLoader(found, seed=seed or 0, lanes=lanes, ranks=(0, 1)) as loader:
                 return replace(settings_of(loader), ranks=None)
@@ -37,10 +37,10 @@ def load_target(
         return settings_of(found)
 
 
-def _takes_a_lane(found: Any, target: str) -> bool:
-    """Return whether `found` is a pipeline, which is a function of one argument.
+def _is_pipeline(found: Any, target: str) -> bool:
+    """Return whether an object is a pipeline: a function of one argument, the lane.
 
-    Raises ValueError unless it is a function of one argument or none.
+    Raises ValueError unless the object is a function of one argument or none.
     """
     if not callable(found) or isinstance(found, type):
         raise ValueError(

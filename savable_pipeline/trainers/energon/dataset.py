@@ -46,10 +46,10 @@ class DatasetSettings(TypedDict, total=False):
     skip_samples: int
 
 
-_FILES = ("sample_type", "dataset_config", "split_config")
-_DECODING = ("image_decode", "av_decode", "video_decode_audio")
+_FILE_ARGUMENTS = ("sample_type", "dataset_config", "split_config")
+_DECODER_ARGUMENTS = ("image_decode", "av_decode", "video_decode_audio")
 _LANES = 96
-_UNUSED = ("parallel_shard_iters", "handler")
+_UNUSED_ARGUMENTS = ("parallel_shard_iters", "handler")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class EnergonDataset:
         Skipped samples count too.
         """
         if self.length is None:
-            return self._counted
-        return min(self.length, self._counted) if self.restarts and self.is_finite else self.length
+            return self._counted_batches
+        return min(self.length, self._counted_batches) if self.restarts and self.is_finite else self.length
 
     @property
     def is_finite(self) -> bool:
@@ -103,8 +103,13 @@ class EnergonDataset:
         return lanes
 
     @cached_property
-    def _counted(self) -> int:
-        return self.pipeline.batches(self.run_lanes, self.seed, self.worker_config.world_size)
+    def _counted_batches(self) -> int:
+        return self.pipeline.epoch_batches(self.run_lanes, self.seed, self.worker_config.world_size)
+
+    def with_sources(self, **changes: Any) -> EnergonDataset:
+        """Return this dataset with other settings of its sources."""
+        encoder = self.pipeline.encoder.with_sources(replace(self.pipeline.encoder.sources, **changes))
+        return replace(self, pipeline=replace(self.pipeline, encoder=encoder))
 
     def config(self) -> dict[str, Any]:
         """Return the settings that define the data and its order, to compare or log them.
@@ -242,7 +247,7 @@ def get_val_dataset(
 def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tuple[EnergonDataset, Any]]:
     """Return each dataset of a path to evaluate on by itself.
 
-    Each comes with the dataset of Energon that it is built from.
+    Each is paired with the dataset of Energon that it is built from.
 
     Args:
         path: As for `get_val_dataset`.
@@ -253,12 +258,8 @@ def get_val_datasets(path: str | os.PathLike[str], **arguments: Any) -> list[tup
         ValueError: As for `get_val_dataset`.
     """
     whole = get_val_dataset(path, **arguments)
-    encoder = whole.pipeline.encoder
-    datasets = []
-    for name, leaf in encoder.sources.leaves.items():
-        only = encoder.reading(replace(encoder.sources, only=name))
-        datasets.append((replace(whole, pipeline=replace(whole.pipeline, encoder=only)), leaf.factory))
-    return datasets
+    leaves = whole.pipeline.encoder.sources.leaves
+    return [(whole.with_sources(only=name), leaf.factory) for name, leaf in leaves.items()]
 
 
 def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> EnergonDataset:
@@ -268,11 +269,9 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
         dataset: The dataset to repeat.
         worker_config: Not used. The dataset has one.
     """
-    encoder = checked(dataset).pipeline.encoder
-    endless = encoder.reading(replace(encoder.sources, repeat=True))
-    config = dataset.worker_config
+    config = checked(dataset).worker_config
     lanes = dataset.lanes or config.world_size * max(1, config.num_workers)
-    return replace(dataset, pipeline=replace(dataset.pipeline, encoder=endless), lanes=lanes)
+    return replace(dataset.with_sources(repeat=True), lanes=lanes)
 
 
 def LimitDataset(
@@ -306,25 +305,25 @@ def _sources(
     known = DatasetSettings.__annotations__
     for name in settings:
         if name not in known:
-            raise TypeError(f"unknown argument {name!r}. Besides Energon's own, use {', '.join(known)}.")
-        if name in _UNUSED:
+            raise TypeError(f"unknown argument {name!r}. Besides Energon's chosen_files, use {', '.join(known)}.")
+        if name in _UNUSED_ARGUMENTS:
             log.info("%s is not used: it changes nothing that is promised", name)
-    own = {name: settings[name] for name in _FILES if settings.get(name) is not None}  # type: ignore[literal-required]
-    arguments: dict[str, Any] = {"split_part": split_part, "training": training, **own}
+    chosen_files = {name: settings[name] for name in _FILE_ARGUMENTS if settings.get(name) is not None}  # type: ignore[literal-required]
+    arguments: dict[str, Any] = {"split_part": split_part, "training": training, **chosen_files}
     return Sources(path, arguments, _decoder(encoder, settings), settings.get("trust", False))
 
 
 def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
-    """Return the encoder's decoder, or one of the arguments that Energon deprecates."""
+    """Return the decoder: the encoder's, or one built from arguments that Energon deprecates."""
     if not settings.get("auto_decode", True):
         return None
-    own = {name: settings[name] for name in _DECODING if name in settings}  # type: ignore[literal-required]
-    if not own:
+    passed = {name: settings[name] for name in _DECODER_ARGUMENTS if name in settings}  # type: ignore[literal-required]
+    if not passed:
         return encoder.decoder
-    chosen, written = SampleDecoder(**own), encoder.decoder
-    if written not in (None, DefaultTaskEncoder.decoder) and written.config() != chosen.config():
-        raise ValueError(f"task_encoder has a decoder, and so has {', '.join(own)}. Remove one.")
-    return chosen
+    decoder, of_encoder = SampleDecoder(**passed), encoder.decoder
+    if of_encoder not in (None, DefaultTaskEncoder.decoder) and of_encoder.config() != decoder.config():
+        raise ValueError(f"task_encoder has a decoder, and so has {', '.join(passed)}. Remove one.")
+    return decoder
 
 
 def _pipeline(
@@ -339,14 +338,14 @@ def _pipeline(
     """Build the pipeline of a dataset."""
     packing = packing_buffer_size is not None
     handler = worker_config.global_error_handler
-    ours = FromEnergon(
+    wrapped = FromEnergon(
         encoder,
         sources,
         packing=packing,
         batching=batch_size is not None,
         error_handler=None if handler is log_exception else handler,
     )
-    return EnergonPipeline(ours, batch_size, drop_last, packing_buffer_size, shuffle_buffer_size)
+    return EnergonPipeline(wrapped, batch_size, drop_last, packing_buffer_size, shuffle_buffer_size)
 
 
 def _dataset(
@@ -358,7 +357,8 @@ def _dataset(
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)
 
 
-_DRAWN, _BUFFERED = "_sample_count", "_restore_keys"  # keys in Energon's states: of readers, and of buffers
+# keys in Energon's states: the samples drawn by a reader, and those in a buffer
+_DRAWN_KEY, _BUFFERED_KEY = "_sample_count", "_restore_keys"
 
 
 class AtShare(NamedTuple):
@@ -399,7 +399,7 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     """
     if not states or not all(hasattr(state, "worker_states") for state in states):
         raise ValueError("states must be the results of save_state_rank of Energon, one of each rank")
-    used = sum(_used(state) for state in states)
+    used = sum(_used_samples(state) for state in states)
     population = dataset.pipeline.encoder.samples(Lane()).info.population
     if len(dataset.pipeline.encoder.sources.leaves) == 1:
         used %= population  # whole epochs need not be skipped
@@ -417,18 +417,21 @@ def begin_at_share(dataset: EnergonDataset, states: Sequence[Any]) -> AtShare:
     return AtShare(replace(dataset, pipeline=replace(dataset.pipeline, skip_samples=used)), used, again)
 
 
-def _used(state: Any) -> int:
+def _used_samples(state: Any) -> int:
     """Return the number of samples that a rank has used.
 
-    These are the samples drawn and not in a buffer, and those of the batches since the workers' states were saved.
+    They are the samples that were drawn and are not in a buffer, and those of the batches since the workers' states
+    were saved.
     """
-    drawn = sum(_counts(state.worker_states, _DRAWN)) - sum(_counts(state.worker_states, _BUFFERED))
+    drawn = sum(_numbers_under(state.worker_states, _DRAWN_KEY)) - sum(
+        _numbers_under(state.worker_states, _BUFFERED_KEY)
+    )
     batches_since = sum(getattr(worker, "offset", None) or 0 for worker in state.worker_states)
     return max(0, drawn) + batches_since * (state.micro_batch_size or 1)
 
 
-def _counts(node: Any, key: str) -> Iterator[int]:
-    """Yield the numbers under a key anywhere in a state, or the lengths of lists under it."""
+def _numbers_under(node: Any, key: str) -> Iterator[int]:
+    """Yield each number under a key anywhere in a state, and for a list under it the length."""
     if is_dataclass(node):
         node = {each.name: getattr(node, each.name) for each in fields(node)}
     if isinstance(node, Mapping):
@@ -436,7 +439,7 @@ def _counts(node: Any, key: str) -> Iterator[int]:
             if name == key:
                 yield len(value) if isinstance(value, list | tuple) else int(value)
             else:
-                yield from _counts(value, key)
+                yield from _numbers_under(value, key)
     elif isinstance(node, list | tuple):
         for each in node:
-            yield from _counts(each, key)
+            yield from _numbers_under(each, key)

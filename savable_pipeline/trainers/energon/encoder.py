@@ -30,7 +30,7 @@ from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import EncodeError, SavableError
 from savable_pipeline.stages.encode import Encode
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
-from savable_pipeline.trainers.energon.methods import Active, Methods, about, subject_of
+from savable_pipeline.trainers.energon.methods import IndexContext, Methods, recording_subject, subject_of
 from savable_pipeline.trainers.energon.sources import Sources
 
 ErrorHandler: TypeAlias = Callable[[Exception, Any, list[SourceInfo] | None], None]
@@ -95,12 +95,12 @@ class FromEnergon(TaskEncoder):
         self.task_encoder = task_encoder
         self.sources = datasets
         self.error_handler = error_handler
-        self._active = Active()
-        written = self._methods.written
-        self._encode_method = next((name for name in ("preencode_sample", "encode_sample") if name in written), None)
-        self._encodes_batches = "encode_batch" in written
-        self._has_postencode = "postencode_sample" in written
-        self.groups = "batch_group_criterion" in written
+        self._index_context = IndexContext()
+        overridden = self._methods.overridden
+        self._encode_method = next((name for name in ("preencode_sample", "encode_sample") if name in overridden), None)
+        self._encodes_batches = "encode_batch" in overridden
+        self._has_postencode = "postencode_sample" in overridden
+        self.groups = "batch_group_criterion" in overridden
         self.packing, self.batching = packing, batching or self.groups
         if any(leaf.is_crude for leaf in datasets.leaves.values()) and not task_encoder.cookers:
             raise TypeError(f"{type(task_encoder).__name__} has no cookers. Add some, because the dataset is crude.")
@@ -109,7 +109,7 @@ class FromEnergon(TaskEncoder):
         settings = {name: getattr(self, name) for name in ("packing", "batching", "error_handler")}
         return partial(FromEnergon, **settings), (self.task_encoder, self.sources)
 
-    def reading(self, sources: Sources) -> FromEnergon:
+    def with_sources(self, sources: Sources) -> FromEnergon:
         """Return the same encoder for other sources.
 
         Args:
@@ -130,7 +130,7 @@ class FromEnergon(TaskEncoder):
         """Return the encoder's item of a sample, or an iterator if it yields several."""
         key = ("Ref", *sample.ref)
         try:
-            with self._active.at(rng.key):
+            with self._index_context.at(rng.key):
                 item = loaded = self._load_sample(sample)
                 if type(loaded) is not Skip and self._encode_method is not None:
                     item = self._methods.call(self._encode_method, loaded, rng, seeded=True)
@@ -138,40 +138,41 @@ class FromEnergon(TaskEncoder):
             return Skip(_SKIPPED)
         if isgenerator(item):
             return self._yield_parts(item, loaded, key, rng)
-        return item if type(item) is Skip else self._finish(item, key, rng)
+        return item if type(item) is Skip else self._finished_item(item, key, rng)
 
     def _load_sample(self, sample: Sample) -> Any:
-        """Load a sample as Energon does, and cook it if it is crude."""
+        """Load a sample as Energon does, and call its cooker if it is crude, in Energon's words."""
         leaf = self.sources.leaf_of(sample)
         raw = leaf.load(sample)
-        with about(raw):
+        with recording_subject(raw):
             return leaf.cook(raw, self.task_encoder) if leaf.is_crude and type(raw) is not Skip else raw
 
     def _yield_parts(self, items: Iterator[Any], sample: Any, key: tuple[Any, ...], rng: Rng) -> Iterator[Any]:
-        """Yield the items of a generator of the encoder.
+        """Yield the items of a sample that the encoder's generator yields.
 
-        Our stage sets the random numbers before each.
+        The stage `Encode` seeds the random numbers before each item.
         """
         while True:
             try:
-                with self._active.at(rng.key), about(sample):
+                with self._index_context.at(rng.key), recording_subject(sample):
                     item = next(items)
             except StopIteration:
                 return
             except SkipSample:
                 yield Skip(_SKIPPED)
                 return
-            yield self._finish(item, (*key[:-1], rng.parts[-1]), rng)
+            # the last number of a key counts the items of a sample
+            yield self._finished_item(item, (*key[:-1], rng.parts[-1]), rng)
 
-    def _finish(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
-        """Return an item with its key, or a `Skip` if the encoder skips it.
+    def _finished_item(self, item: Any, key: tuple[Any, ...], rng: Rng) -> Any:
+        """Return an item with its restore key, or a `Skip` if the encoder skips it.
 
-        It is post-encoded here unless it goes into a pack.
+        Items that are not packed are post-encoded here. The others are post-encoded when their pack is built.
         """
         if self.packing or not (self._has_postencode or self.groups):
             return _with_restore_key(item, *key)
         try:
-            with self._active.at(rng.key):
+            with self._index_context.at(rng.key):
                 if self._has_postencode:
                     item = self._methods.call("postencode_sample", item, rng, seeded=False)
                 return _with_restore_key(self._check_group(item), *key)
@@ -187,7 +188,7 @@ class FromEnergon(TaskEncoder):
     def select(self, items: list[Any], rng: Rng) -> Any:
         """Return the groups of items to pack, for `custom.ItemPacker`."""
         try:
-            with self._active.at(rng.key):
+            with self._index_context.at(rng.key):
                 groups = self._methods.call("select_samples_to_pack", items, rng, seeded=True)
                 return [group for group in groups if group]
         except SkipSample:
@@ -199,7 +200,7 @@ class FromEnergon(TaskEncoder):
     def pack(self, items: list[Any], rng: Rng) -> Any:
         """Return a pack of items, after post-encoding them."""
         try:
-            with self._active.at(rng.key):
+            with self._index_context.at(rng.key):
                 return self._build_pack(items, rng)
         except SkipSample:
             return Skip(_SKIPPED)
@@ -207,10 +208,11 @@ class FromEnergon(TaskEncoder):
             return self._skip_or_raise(error)
 
     def _build_pack(self, items: list[Any], rng: Rng) -> Any:
-        """Call the encoder's methods of a pack, and return the pack with its restore key."""
+        """Build a pack by the encoder's methods, and return it with its restore key, or a `Skip` if it is empty."""
         keys = _restore_keys(items)
         if self._has_postencode:
-            items = [post for item in items if type(post := self._post_encode(item, rng)) is not Skip]
+            encoded = [self._post_encode(item, rng) for item in items]
+            items = [item for item in encoded if type(item) is not Skip]
         if not items:
             return Skip("a pack of nothing")
         pack = self._methods.call("pack_selected_samples", items, rng, seeded=not self._has_postencode)
@@ -225,7 +227,7 @@ class FromEnergon(TaskEncoder):
 
     def group(self, item: Any) -> Any:
         """Return the group of an item and its batch size, for `custom.BucketBatcher`."""
-        with self._active.at(0):
+        with self._index_context.at(0):
             key, size = self.task_encoder.batch_group_criterion(item)
         return _plain_key(key), size
 
@@ -237,7 +239,7 @@ class FromEnergon(TaskEncoder):
         if not self.batching:
             return as_torch_converts(items[0])
         try:
-            with self._active.at(rng.key, rng.parts[0]):
+            with self._index_context.at(rng.key, rng.parts[0]):
                 keys = _restore_keys(items)
                 batch = self._methods.call("batch", items, rng, seeded=True)
                 if self._encodes_batches:
@@ -251,13 +253,15 @@ class FromEnergon(TaskEncoder):
         return as_torch_converts(_with_restore_key(batch, "batch", rng.key, rng.parts[0], *keys))
 
     def _skip_or_raise(self, error: Exception) -> Skip:
-        """Return the `Skip` of a pack or batch that raised; raise if it is not tolerated."""
+        """Return the `Skip` of a pack or batch that raised a tolerated error. Raise any other error."""
         if not self._is_skipped(error):
             raise error
         return Skip(type(error).__name__)
 
     def is_skipped(self, error: SavableError) -> bool:
-        """Return whether Energon would skip a sample with this error; for `on_error`.
+        """Return whether Energon would skip a sample with this error.
+
+        It is the `on_error` of `sp.Encode`.
 
         Args:
             error: The error that the stage would raise.
@@ -290,9 +294,11 @@ class FromEnergon(TaskEncoder):
 
 
 def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
-    """Return whether Energon continues after this error, and we may.
+    """Return whether Energon continues after this error.
 
-    It must be an error of the data or of the encoder.
+    Only an error of the data or of the encoder counts.
+
+    Errors of the environment, such as a full disk, are never tolerated.
     """
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
@@ -336,7 +342,10 @@ _UNCHANGED = {int, float, bool, str, bytes, type(None), torch.Tensor}
 
 
 def as_torch_converts(value: Any) -> Any:
-    """Convert a value as `default_convert` does, without a call per number of a list."""
+    """Convert a value as torch's `default_convert`, but faster.
+
+    Lists of numbers do not take a call for each number.
+    """
     kind = type(value)
     if kind in _UNCHANGED or (kind in (list, tuple) and set(map(type, value)) <= _UNCHANGED):
         return value
@@ -369,10 +378,10 @@ def _rebuild(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
     if kind == "Ref":
         value = samples.fetch(Ref(*parts))
     elif kind in ("pack", "batch"):
-        key, number, *inner = parts
-        items = [_rebuild(encoder, samples, each) for each in inner]
-        rng = Rng(0, (number, 0, 0), 0, key)
-        _seed(key)
+        rng_key, number, *item_keys = parts
+        items = [_rebuild(encoder, samples, item_key) for item_key in item_keys]
+        rng = Rng(0, (number, 0, 0), 0, rng_key)
+        _seed(rng_key)
         value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
         raise ValueError(

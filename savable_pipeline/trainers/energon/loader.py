@@ -17,8 +17,8 @@ from savable_pipeline.trainers.energon.encoder import rebuild_by_key
 
 log = logging.getLogger(__name__)
 
-_UNUSED = {"checkpoint_every_sec", "checkpoint_every_min_n_samples", "n_checkpoints", "gc_collect_every_n_steps"}
-_UNUSED |= {"cache_pool", "watchdog_timeout_seconds", "watchdog_initial_timeout_seconds", "fail_on_timeout"}
+_UNUSED_ARGS = {"checkpoint_every_sec", "checkpoint_every_min_n_samples", "n_checkpoints", "gc_collect_every_n_steps"}
+_UNUSED_ARGS |= {"cache_pool", "watchdog_timeout_seconds", "watchdog_initial_timeout_seconds", "fail_on_timeout"}
 
 
 class EnergonLoader(SavableLoader):
@@ -61,7 +61,7 @@ class EnergonLoader(SavableLoader):
         self._length = dataset.length
         self._stop: int | None = None  # the number of yielded batches at which the virtual epoch ends
 
-    def _yielded(self) -> int:
+    def _yielded_batches(self) -> int:
         """Return how many batches this rank has yielded since the start of the run or its last restart."""
         position = run_of(self).position
         return position.slot // position.step
@@ -69,7 +69,7 @@ class EnergonLoader(SavableLoader):
     @property
     def epoch(self) -> int:
         """Index of the (virtual) epoch of the last batch."""
-        return super().epoch if self._length is None else max(self._yielded() - 1, 0) // self._length
+        return super().epoch if self._length is None else max(self._yielded_batches() - 1, 0) // self._length
 
     def __iter__(self) -> EnergonLoader:
         super().__iter__()
@@ -78,7 +78,7 @@ class EnergonLoader(SavableLoader):
 
     def __next__(self) -> Any:
         if self._length is not None:
-            yielded = self._yielded()
+            yielded = self._yielded_batches()
             if self._stop is None:
                 self._stop = (yielded // self._length + 1) * self._length
             if yielded >= self._stop:
@@ -155,9 +155,9 @@ class EnergonLoader(SavableLoader):
             self.load_state_dict(state)
 
     def save_state_global(self, global_dst_rank: int) -> dict[str, Any] | None:
-        """Gather the state of all ranks on one of them; the others get None.
+        """Return the state of all ranks on one of them, and None on the others.
 
-        Collective.
+        All ranks must call it.
 
         Args:
             global_dst_rank: The rank that gets it.
@@ -196,7 +196,7 @@ def get_savable_loader(
         ValueError: The ranks do not divide the lanes.
     """
     for name in unused:
-        if name not in _UNUSED:
+        if name not in _UNUSED_ARGS:
             raise TypeError(f"unknown argument {name!r} of get_savable_loader. Remove it.")
         log.info("%s is not used: it changes nothing that is promised", name)
     if worker_config is not None and worker_config != dataset.worker_config:

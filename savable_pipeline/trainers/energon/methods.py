@@ -22,7 +22,7 @@ from savable_pipeline.errors import EncodeError
 _INDEX_BITS = 31  # bits of `current_sample_index`, few enough to seed any generator
 
 
-class _NoBatchIndex:
+class _UnknownBatchIndex:
     """Unknown batch index. Any use of it raises EncodeError."""
 
     def __mul__(self, _: Any) -> NoReturn:
@@ -31,8 +31,8 @@ class _NoBatchIndex:
         )
 
 
-class _AnywhereConfig(WorkerConfig):  # type: ignore[misc]
-    """Configuration of the only worker of the only rank, in any process."""
+class _SingleWorkerConfig(WorkerConfig):  # type: ignore[misc]
+    """Configuration of the only worker of the only rank. It is valid in any process, unlike Energon's own."""
 
     __slots__ = ()
 
@@ -40,22 +40,25 @@ class _AnywhereConfig(WorkerConfig):  # type: ignore[misc]
         return 0
 
 
-class Active:
+class IndexContext:
     """Context in which Energon's encoder sees `current_sample_index`.
 
-    In `batch`, the encoder sees `current_batch_index` too. Each encoder has one `Active`, used as
+    In `batch`, the encoder sees `current_batch_index` too. Each encoder has one `IndexContext`, used as
     `with active.at(key):`. Such blocks must not be nested, as in Energon's own loader.
     """
 
     def __init__(self) -> None:
-        self._config = _AnywhereConfig(rank=0, world_size=1, num_workers=0)
+        self._config = _SingleWorkerConfig(rank=0, world_size=1, num_workers=0)
         self._cache = NoCachePool()
-        self._unknown = _NoBatchIndex()
+        self._unknown = _UnknownBatchIndex()
         self._index = 0
         self._batch: Any = self._unknown
 
-    def at(self, key: int, batch: int | None = None) -> Active:
-        """Return this context for the sample index of a 64-bit key and a batch's index."""
+    def at(self, key: int, batch: int | None = None) -> IndexContext:
+        """Return this context at one sample.
+
+        Its sample index is taken from a 64-bit key, and the index of a batch is set if known.
+        """
         self._index = key >> (64 - _INDEX_BITS)
         self._batch = self._unknown if batch is None else batch
         return self
@@ -69,7 +72,7 @@ class Active:
         self._config.worker_deactivate()
 
     def __reduce__(self) -> Any:
-        return Active, ()
+        return IndexContext, ()
 
 
 _UNSUPPORTED = (
@@ -88,9 +91,14 @@ _SUBJECT = "energon_subject"
 
 
 class Methods:
-    """The methods that an encoder's author wrote, by name, without seeding wrappers.
+    """The methods of an encoder by name.
 
-    Raises TypeError, with what to do, for an encoder that cannot be resumed exactly.
+    They are called without the wrappers that seed generators.
+
+    Raises TypeError for an encoder that cannot be resumed exactly. The message says what to change.
+
+    Attributes:
+        overridden: The names of the methods that the encoder's author wrote.
     """
 
     def __init__(self, encoder: Any, *, packing: bool) -> None:
@@ -99,9 +107,9 @@ class Methods:
         self._encoder = encoder
         self._seed = seeder(True)
         self._check_supported(packing=packing)
-        self.written = {name for name in (*_PER_SAMPLE, *_PER_CALL) if self._overrides(name)}
+        self.overridden = {name for name in (*_PER_SAMPLE, *_PER_CALL) if self._overrides(name)}
         self._unwrapped = {name: _unwrapped(getattr(encoder, name)) for name in (*_PER_SAMPLE, *_PER_CALL)}
-        self._reseeds = {name for name in self._unwrapped if _restores_seeds(getattr(encoder, name))}
+        self._wrapped = {name for name in self._unwrapped if _restores_seeds(getattr(encoder, name))}
 
     def _overrides(self, name: str) -> bool:
         method = getattr(self._encoder, name)
@@ -140,49 +148,54 @@ class Methods:
             )
 
     def _writes_to_self(self, method: str) -> bool:
-        """Return whether an unmarked method assigns to attributes of the encoder."""
+        """Return whether a method that is not marked as @stateless assigns to attributes of the encoder."""
         function = getattr(self._encoder, method)
         code = getattr(_unwrapped(function), "__code__", None)
         if get_stateless(function) or code is None or not code.co_varnames:
             return False
-        loaded: Any = None
-        for each in dis.get_instructions(code):
-            if each.opname == "STORE_ATTR" and loaded == code.co_varnames[:1]:
+        loaded: Any = None  # the name that the previous instruction loaded, as a tuple of one
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "STORE_ATTR" and loaded == code.co_varnames[:1]:
                 return True
-            loaded = each.argval[-1:] if isinstance(each.argval, tuple) else (each.argval,)
+            names = instruction.argval
+            loaded = names[-1:] if isinstance(names, tuple) else (names,)
         return False
 
     def _overrides_encode(self) -> bool:
         return not str(self._encoder.encode_sample.__module__).startswith(_ENERGON_MODULE)
 
     def _methods_with_batch_index(self) -> Iterator[str]:
-        """Yield the names of the user's methods that use `current_batch_index`."""
+        """Yield the names of the user's methods that use `current_batch_index` before there is a batch."""
         for name, member in inspect.getmembers(type(self._encoder), inspect.isfunction):
             code = getattr(_unwrapped(member), "__code__", None)
-            own = name not in _BATCHING and not str(member.__module__).startswith(_ENERGON_MODULE)
-            if own and code is not None and "current_batch_index" in code.co_names:
+            is_checked = name not in _BATCHING and not str(member.__module__).startswith(_ENERGON_MODULE)
+            if is_checked and code is not None and "current_batch_index" in code.co_names:
                 yield name
 
     def call(self, name: str, argument: Any, rng: Rng, *, seeded: bool) -> Any:
         """Call a method, and return its result.
 
-        Before a method that restores seeds, the generators are seeded, unless they were just `seeded`.
+        `seeded` says that the caller has just seeded the generators. If not, they are seeded here before a method whose
+        wrapper by Energon would do so.
         """
-        if not seeded and name in self._reseeds and self._seed is not None:
+        if not seeded and name in self._wrapped and self._seed is not None:
             self._seed(rng.bits())
-        with about(argument):
+        with recording_subject(argument):
             return self._unwrapped[name](argument)
 
     @property
     def tolerance(self) -> int:
         """Number of errors in a row that Energon tolerates in encoding; 0: no limit."""
-        name = "preencode_sample" if "preencode_sample" in self.written else "encode_sample"
+        name = "preencode_sample" if "preencode_sample" in self.overridden else "encode_sample"
         default = type(self._encoder).__default_failure_tolerance__
         return int(get_failure_tolerance(getattr(self._encoder, name), default))
 
 
-class about:  # a class, because a generator would take three times as long per call
-    """Context that records in an error what it is about, for `subject_of(error)`."""
+class recording_subject:  # a class, because a generator would take three times as long per call
+    """Context that records in an error the sample or list that was processed.
+
+    `subject_of(error)` returns it.
+    """
 
     def __init__(self, subject: Any) -> None:
         self._subject = subject
@@ -196,7 +209,9 @@ class about:  # a class, because a generator would take three times as long per 
 
 
 def subject_of(error: BaseException) -> Any:
-    """Return what an error is about: a sample, or the list of a pack or a batch.
+    """Return the sample or list of samples that was processed at an error.
+
+    The list is that of a pack or batch. Returns None if neither is known.
 
     Energon's error handlers get this.
     """

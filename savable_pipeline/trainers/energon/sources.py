@@ -40,7 +40,7 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.readers.readers import JsonlReader, TarShardReader
 from savable_pipeline.stages.stage import SampleStage
 from savable_pipeline.stages.task_encoder import Skip
-from savable_pipeline.trainers.energon.methods import about
+from savable_pipeline.trainers.energon.methods import recording_subject
 
 _RESOLVE, _LOAD = "_resolve_object", "get_function"  # Energon's methods that import what a dataset names
 _PICKLED = {"pkl", "pickle", "pyd", "pth", "pt"}  # extensions of parts that Energon's decoder unpickles
@@ -50,10 +50,13 @@ _lock = threading.Lock()
 
 @contextmanager
 def only_energons_classes() -> Iterator[None]:
-    """Let loading settings raise TypeError if they name code other than Energon's."""
+    """Context that raises TypeError if settings name foreign code.
+
+    The settings of a dataset may name only Energon's classes.
+    """
     resolve, load = getattr(JsonParser, _RESOLVE), getattr(ModuleLoader, _LOAD)
 
-    def resolve_theirs(parser: Any, module_name: str, object_name: str, *rest: Any) -> Any:
+    def resolve_class(parser: Any, module_name: str, object_name: str, *rest: Any) -> Any:
         """Resolve only classes of Energon, because a dataset must not name other code."""
         found = None
         if module_name.partition(".")[0] == "megatron" and module_name.split(".")[1:2] == ["energon"]:
@@ -62,12 +65,12 @@ def only_energons_classes() -> Iterator[None]:
             raise TypeError(f"the dataset names {module_name}.{object_name}. {_ADVICE}.")
         return found
 
-    def load_none(_: Any, function: str, *rest: Any, **__: Any) -> None:
+    def reject_function(_: Any, function: str, *rest: Any, **__: Any) -> None:
         raise TypeError(f"the dataset names the function {function}. {_ADVICE}.")
 
     with _lock:
-        setattr(JsonParser, _RESOLVE, resolve_theirs)
-        setattr(ModuleLoader, _LOAD, load_none)
+        setattr(JsonParser, _RESOLVE, resolve_class)
+        setattr(ModuleLoader, _LOAD, reject_function)
         try:
             yield
         finally:
@@ -116,12 +119,14 @@ class DatasetFiles:
         return bool(self._excluded) and f"{self._folder}{sample.shard}/{sample.key}" in self._excluded
 
     def raw(self, sample: Sample, *, prefix: str = "") -> dict[str, Any]:
-        """Return the parts that Energon would read, with its own entries.
+        """Return the parts that Energon would read.
 
-        Only parts whose names start with `prefix` count, which is removed.
+        They include the entries that it adds, such as `__key__`.
+
+        Only parts whose names start with `prefix` are returned, under their names without it.
         """
-        ref = sample.ref
-        matches, key = self._factory.part_filter, sample.key if self.is_tar else str(ref.index)
+        ref, matches = sample.ref, self._factory.part_filter
+        key = sample.key if self.is_tar else str(ref.index)
         names = [name[len(prefix) :] for name in sample if name.startswith(prefix)] if self.is_tar else ["json"]
         names = [name for name in names if matches is None or matches(name)]
         if not self._unpickles:
@@ -204,7 +209,7 @@ class Sources:
         return self._loaded if self.only is None else {self.only: self._loaded[self.only]}
 
     def _load(self) -> dict[str, Leaf]:
-        """Load the dataset by Energon, and return its leaves by name."""
+        """Load the settings of all datasets by Energon, and return the datasets by name."""
         settings = dict(self.settings)
         files = {name: settings.pop(name) for name in ("dataset_config", "split_config") if name in settings}
         config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -212,10 +217,10 @@ class Sources:
             loader = load_dataset(self.path, **files)
             loaded = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
         leaves: dict[str, Leaf] = {}
-        joins = _joins(loader, settings["split_part"])
+        of_joins = _nonmatch_settings(loader, settings["split_part"])
         for each in loaded.datasets:
-            joined = next(joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
-            leaf = Leaf(each, loaded.blend_mode, self, joined)
+            nonmatch = next(of_joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
+            leaf = Leaf(each, loaded.blend_mode, self, nonmatch)
             leaves[_unique_name(leaf.name, leaves)] = leaf
         return leaves
 
@@ -233,9 +238,11 @@ class Sources:
 
 
 class Leaf:
-    """Dataset whose settings Energon has loaded.
+    """One dataset of a metadataset, or several joined ones.
 
-    `nonmatch` is Energon's setting of each joined dataset, including the first.
+    Energon has loaded their settings.
+
+    `nonmatch` has Energon's setting of each joined dataset, including the first. Without a join it is empty.
 
     Attributes:
         factory: Energon's dataset.
@@ -243,7 +250,7 @@ class Leaf:
 
     def __init__(self, loaded: Any, mode: Any, sources: Sources, nonmatch: list[str]) -> None:
         self.factory = loaded.dataset
-        self._weight, self._mode = loaded.weight, mode
+        self._weight, self._blend_mode = loaded.weight, mode
         self._repetitions = loaded.repetitions if sources.settings["training"] else None
         self._sources = sources
         self._aux = loaded.aux or {}
@@ -268,24 +275,28 @@ class Leaf:
 
     def reader(self, lane: Lane) -> SampleStage:
         """Return the samples of this dataset, with the parts of joined datasets."""
-        own, epochs = self._sources, None if self._sources.repeat else self._repetitions or 1
-        shuffle = own.shuffle and self.factory.shuffle_over_epochs is not None
-        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=shuffle, block_size=own.block_size)
+        epochs = None if self._sources.repeat else self._repetitions or 1
+        shuffle, block_size = self._sources.shuffle, self._sources.block_size
+        shuffle = shuffle and self.factory.shuffle_over_epochs is not None
+        stage: SampleStage = self._files[0].reader(lane, epochs=epochs, shuffle=shuffle, block_size=block_size)
         for number, files in enumerate(self._files[1:], 1):
             skips = self._nonmatch[number] == "skip"
-            stage = Join(stage, {_join(number): files.paths}, missing="skip" if skips else "empty")
+            stage = Join(stage, {_join_name(number): files.paths}, missing="skip" if skips else "empty")
         return stage
 
     def weight(self, stage: SampleStage) -> int | float:
-        """Return the weight in the blend: as set, or the samples in all repetitions."""
-        if self._mode is DatasetBlendMode.DATASET_WEIGHT:
+        """Return the weight of these samples in the blend.
+
+        It is the one in the metadataset, or the number of samples in all repetitions.
+        """
+        if self._blend_mode is DatasetBlendMode.DATASET_WEIGHT:
             return 1.0 if self._weight is None else float(self._weight)
         return stage.info.population * (1 if self._repetitions is None else self._repetitions)
 
     def load(self, sample: Sample) -> Any:
-        """Return the input of the encoder or of a cooker, or a `Skip`.
+        """Return the sample that Energon's loader would pass to the encoder.
 
-        The sample is the one that Energon's loader would pass on.
+        With a cooker, it is the sample passed to the cooker. A `Skip` stands for a sample that is skipped.
         """
         first, *others = self._files
         if first.excludes(sample):
@@ -294,16 +305,16 @@ class Leaf:
         if self._nonmatch:
             parts = [raw, *(self._joined_part(sample, number, files) for number, files in enumerate(others, 1))]
             data = RawSampleData(__restore_key__=raw["__restore_key__"], data=tuple(parts))
-            with about(data):
+            with recording_subject(data):
                 return self.factory.load_sample(data)
         if first.is_tar:
-            with about(raw):
+            with recording_subject(raw):
                 return self.factory.load_sample(raw)
         return CrudeSample({**raw, "__subflavors__": self.factory.subflavors, "json": json.loads(raw["json"])})
 
     def _joined_part(self, sample: Sample, number: int, files: DatasetFiles) -> dict[str, Any] | None:
         """Return a sample's parts of a joined dataset, or None if it has none."""
-        prefix = f"{_join(number)}."
+        prefix = f"{_join_name(number)}."
         if any(name.startswith(prefix) for name in sample):
             return files.raw(sample, prefix=prefix)
         if self._nonmatch[number] == "error":
@@ -325,44 +336,46 @@ class Leaf:
 
     @cached_property
     def _aux_and_primary(self) -> dict[str, Any]:
+        """The auxiliary datasets, and this dataset as "primary"."""
         own = KeyedStore(self._files[0].paths, self._files[0].root, unpickles=self._unpickles)
         return {"primary": self._decoded(own), **self._aux_stores}
 
     def _opened(self, store: Any) -> Any:
-        """Return a store that opens Energon's `store` by this library, which finds samples by key."""
+        """Return a store for the dataset of Energon's `store`, which finds samples by key."""
         if not isinstance(store, WebdatasetFileStore):
             return store
         return KeyedStore(store.get_path(), store.get_path(), unpickles=self._unpickles)
 
     def _decoded(self, store: Any) -> Any:
+        """Return a store whose parts are decoded, if there is a decoder."""
         decoder = self._sources.decoder
         return store if decoder is None else DecodeFileStore(store, decoder=decoder)
 
 
-def _joins(node: Any, split: str) -> Iterator[list[str]]:
+def _nonmatch_settings(node: Any, split: str) -> Iterator[list[str]]:
     """Yield the `nonmatch` settings of every join of a metadataset in Energon's order."""
     if isinstance(node, JoinDatasetLoader):
         datasets = node.datasets.values() if isinstance(node.datasets, dict) else node.datasets
         yield [each.nonmatch for each in datasets]
     elif isinstance(getattr(node, "splits", None), dict):
-        yield from _joins(node.splits[split], split)
+        yield from _nonmatch_settings(node.splits[split], split)
     elif isinstance(node, list):
         for each in node:
-            yield from _joins(each, split)
+            yield from _nonmatch_settings(each, split)
     elif is_dataclass(node) and not isinstance(node, type):
         for each in fields(node):
-            yield from _joins(getattr(node, each.name), getattr(node, "split_part", None) or split)
+            yield from _nonmatch_settings(getattr(node, each.name), getattr(node, "split_part", None) or split)
 
 
-def _join(number: int) -> str:
+def _join_name(number: int) -> str:
     """Return the name under which a sample has the parts of joined dataset `number`."""
     return f"join{number}"
 
 
 def _unique_name(name: str, taken: dict[str, Any]) -> str:
-    """Return the name, with a number if it is taken."""
-    base = unused = name.replace("#", "_") or "data"
+    """Return the name, with a number appended if it is taken."""
+    base = candidate = name.replace("#", "_") or "data"
     number = 2
-    while unused in taken:
-        unused, number = f"{base}-{number}", number + 1
-    return unused
+    while candidate in taken:
+        candidate, number = f"{base}-{number}", number + 1
+    return candidate

@@ -24,7 +24,7 @@ from savable_pipeline.stages.stage import BatchStage, ItemStage, PassThrough, Sa
 from savable_pipeline.stages.task_encoder import Skip
 from savable_pipeline.trainers.energon.encoder import FromEnergon
 
-_AT_ONCE = 1 << 16  # refs to skip in one call
+_REFS_PER_CALL = 1 << 16  # refs to skip in one call
 
 
 class WithoutSkipped(PassThrough, BatchStage):
@@ -53,12 +53,12 @@ class After(ChunkedStage, SampleStage):
     def __init__(self, source: SampleStage, *, samples: int) -> None:
         super().__init__(source)
         self.samples = samples
-        share, remainder = divmod(samples, self.lane.count)
-        self._remaining = share + (self.lane.index < remainder)
+        samples_per_lane, remainder = divmod(samples, self.lane.count)
+        self._remaining = samples_per_lane + (self.lane.index < remainder)  # samples of this lane still to skip
 
     def take(self, n: int) -> Any:
         while self._remaining and n:
-            taken = len(chunked(self.source).take(min(self._remaining, _AT_ONCE)))
+            taken = len(chunked(self.source).take(min(self._remaining, _REFS_PER_CALL)))
             if not taken:
                 break
             self._remaining -= taken
@@ -103,40 +103,44 @@ class EnergonPipeline:
         """Add the stage that builds batches, by groups if the encoder has them."""
         if not self.encoder.groups:
             return Batcher(items, size=self.batch_size or 1, drop_last=self.drop_last)
-        size = size_in_group if self.batch_size is None else self.batch_size
+        size = group_batch_size if self.batch_size is None else self.batch_size
         return BucketBatcher(items, group="group", size=size, drop_last=self.drop_last)
 
-    def batches(self, lanes: int, seed: int, world_size: int) -> int:
-        """Return the batches of each rank in an epoch, as Energon counts them.
+    def epoch_batches(self, lanes: int, seed: int, world_size: int) -> int:
+        """Return the number of batches of each rank in an epoch, as Energon counts them.
 
-        Each sample counts as one item, and a pack counts as a sample. If there are groups, so does a batch.
+        Energon assumes one item per sample, one sample per pack and, if the encoder groups items, one per batch.
         """
         size = 1 if self.encoder.groups else self.batch_size or 1
-        samples = _first_of(self(Lane(count=lanes, seed=seed, worker=WorkerContext(downloads=False))))
-        counts = [count for lane in range(lanes) if (count := _samples_of(samples, lane)) is not None]
+        samples = _sample_stage(self(Lane(count=lanes, seed=seed, worker=WorkerContext(downloads=False))))
+        counts = [count for lane in range(lanes) if (count := _samples_of_lane(samples, lane)) is not None]
         if lanes == 1 or len(counts) < lanes:
             total = sum(leaf.samples for leaf in self.encoder.sources.leaves.values())
             counts = [total // world_size] * world_size
-        of_lane = min(counts) // size if self.drop_last else -(-min(counts) // size)
-        return of_lane * len(counts) // world_size
+        lane_batches = min(counts) // size if self.drop_last else -(-min(counts) // size)
+        return lane_batches * len(counts) // world_size
 
 
-def _first_of(stage: Stage) -> Stage:
-    """Return the stage of all samples below a lane's last stage.
+def _sample_stage(stage: Stage) -> Stage:
+    """Return the stage that reads the samples of a lane, given the lane's last stage.
 
-    The last stage would divide samples among lanes by what it knows of batches.
+    A later stage would divide an epoch into whole batches.
     """
     while len(stage.sources) == 1 and not isinstance(stage, Join):
         stage = stage.source
     return stage
 
 
-def _samples_of(stage: Stage, lane: int) -> int | None:
-    """Return the samples of a lane in an epoch; None if endless or with a join."""
+def _samples_of_lane(stage: Stage, lane: int) -> int | None:
+    """Return the number of samples of a lane in an epoch, or None if it is endless or has a join."""
     counts = [count_of(each, lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def size_in_group(group: tuple[Any, int]) -> int:
-    """Return the batch size of a group, which is a part of its key."""
-    return group[1]
+def group_batch_size(group: tuple[Any, int]) -> int:
+    """Return the batch size of a group.
+
+    It is the second value that `FromEnergon.group` returns.
+    """
+    _, batch_size = group
+    return batch_size

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from savable_pipeline.tools.cli.console import byte_count, console, escape_markup, progress_of
+from savable_pipeline.tools.cli.console import byte_count, console, escape_markup, progress_shown
 from savable_pipeline.tools.cli.main import app
 from tests.conftest import write_tar
 
@@ -58,7 +58,7 @@ def test_progress_shows_the_target_as_the_user_wrote_it(terminal: bool, monkeypa
     monkeypatch.setattr("savable_pipeline.tools.cli.console._LINE_EVERY_S", 0.0)
     shown = io.StringIO()
     on = Console(file=shown, force_terminal=terminal, emoji=False, width=200, color_system=None)
-    with progress_of(on, "importing train.py:train: [bold]\x07", "batches") as progress:
+    with progress_shown(on, "importing train.py:train: [bold]\x07", "batches") as progress:
         progress(1, 2)
     assert "importing train.py:train: [bold]\\x07" in shown.getvalue()
 

@@ -18,7 +18,7 @@ from savable_pipeline.data.media.container import Audio
 from savable_pipeline.data.media.video import Video
 from savable_pipeline.tools.preview import page as pages
 from savable_pipeline.tools.preview import preview_dataset, preview_pipeline
-from savable_pipeline.tools.preview.media_entries import clock
+from savable_pipeline.tools.preview.media_entries import format_time
 from tests.conftest import write_tar
 from tests.support.media_files import audio_bytes, frame_number, video_bytes
 from tests.support.toy_lerobot import FPS, LENGTHS, write_lerobot
@@ -146,4 +146,4 @@ def test_damaged_and_hostile_media_are_errors_without_their_bytes(tmp_path: Path
     ("seconds", "words"), [(0.04, "0.04 s"), (59.94, "59.9 s"), (123, "2:03"), (3723.4, "1:02:03")]
 )
 def test_times_are_formatted_like_in_players(seconds: float, words: str) -> None:
-    assert clock(seconds) == words
+    assert format_time(seconds) == words

@@ -18,8 +18,14 @@ from savable_pipeline.run.ledger.reader import LedgerFiles
 from savable_pipeline.run.ledger.records import Batch, Numbers, framed, read_records
 from savable_pipeline.run.loader import ledger_keeper
 from savable_pipeline.tools.cli.main import app
-from savable_pipeline.tools.preview.ledger_numbers import BatchCounts, CostStep, ExpectedShares, NotedCounters, waiting
-from savable_pipeline.tools.preview.report_page import picture, report_page, run_advice, waited
+from savable_pipeline.tools.preview.ledger_numbers import (
+    BatchCounts,
+    CostStep,
+    CounterTotals,
+    ExpectedShares,
+    waiting_fraction,
+)
+from savable_pipeline.tools.preview.report_page import diagram, report_page, run_advice, wait_verdict
 from tests.support.shards import write_numbered_shards
 from tests.support.toy_pipelines import ToyEncoder
 
@@ -59,7 +65,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
-    given, counters = BatchCounts(LedgerFiles(ledger)), NotedCounters(LedgerFiles(ledger))
+    given, counters = BatchCounts(LedgerFiles(ledger)), CounterTotals(LedgerFiles(ledger))
     assert (given.batches, given.lost) == (2 * 35, 2 * 5)
     kept = [each.batch for each in LedgerFiles(ledger).batches() if not each.lost]
     assert sum(given.samples) == sum(batch.items for batch in kept)
@@ -68,13 +74,13 @@ def test_batches_and_counters_are_those_of_the_run(ledger: Path) -> None:
         counters.totals[f"source/{name}/skipped"] for name in "ab"
     )
     assert 0 < counters.totals["wait_s"] < counters.seconds
-    found = waited(counters)
+    found = wait_verdict(counters)
     assert found is not None and found.verdict == "data-bound"
     assert any("num_workers=" in sentence for sentence in run_advice(counters, slowest_wait=0.0))
 
 
 def test_report_of_an_idle_trainer_does_not_suggest_millions_of_workers(ledger: Path) -> None:
-    counters = NotedCounters(LedgerFiles(ledger))
+    counters = CounterTotals(LedgerFiles(ledger))
     counters.totals["wait_s"] = counters.seconds * 0.9999  # type: ignore[assignment]
     told = list(run_advice(counters, slowest_wait=0.0))
     assert "did hardly anything but wait" in told[0] and not any("num_workers=" in sentence for sentence in told)
@@ -102,9 +108,9 @@ def test_plotted_proportions_equal_plain_weights(make_shards: Any, tmp_path: Pat
 
 
 def test_waiting_is_relative_to_the_most_expensive_batch_of_each_step(ledger: Path) -> None:
-    assert waiting([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
+    assert waiting_fraction([CostStep(0, [10, 10]), CostStep(1, [10, 30])]) == 1 - 60 / 80
     steps = BatchCounts(LedgerFiles(ledger)).steps
-    assert len(steps) == 35 and 0 < waiting(steps) < 1
+    assert len(steps) == 35 and 0 < waiting_fraction(steps) < 1
     records = [record for path in ledger.glob("*") for record in read_records(path)]
     costs = [record.cost for record in records if isinstance(record, Batch)]
     assert 0 < max(costs) <= 2 * 400
@@ -145,8 +151,8 @@ def test_a_ledger_without_counters_still_has_a_page(ledger: Path, tmp_path: Path
 
 
 def test_plot_has_its_points_within_its_frame() -> None:
-    drawn = picture({"x": [(3, 0.0), (7, 0.6)]}, "steps", expected={"x": [(3, 0.2)]})
-    assert drawn is not None and picture({"x": [(3, 0.0)]}, "steps") is None
+    drawn = diagram({"x": [(3, 0.0), (7, 0.6)]}, "steps", expected={"x": [(3, 0.2)]})
+    assert drawn is not None and diagram({"x": [(3, 0.0)]}, "steps") is None
     assert [line.dashed for line in drawn.lines] == [True, False]
     (left, bottom), (right, top) = (map(float, point.split(",")) for point in drawn.lines[1].points.split())
     assert left == pytest.approx(drawn.left + 3 / 7 * (drawn.right - drawn.left), abs=0.1), "the axis starts at 0"
@@ -156,7 +162,7 @@ def test_plot_has_its_points_within_its_frame() -> None:
 
 @pytest.mark.parametrize(("cores", "said"), [(1, "has 1 core, so build batches on other machines"), (10**6, "cores.")])
 def test_needed_workers_are_shown_with_the_cores_of_the_run(ledger: Path, cores: int, said: str) -> None:
-    counters = NotedCounters(LedgerFiles(ledger))
+    counters = CounterTotals(LedgerFiles(ledger))
     assert counters.cores == os.cpu_count()
     counters.cores = cores
     counters.totals["wait_s"], counters.totals["work_s"] = counters.seconds / 2, 3 * counters.seconds

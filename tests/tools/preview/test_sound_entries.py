@@ -14,7 +14,7 @@ from PIL import Image
 import savable_pipeline as sp
 from savable_pipeline.tools.preview import preview_pipeline
 from savable_pipeline.tools.preview.image_entries import array_entry
-from savable_pipeline.tools.preview.page import Room
+from savable_pipeline.tools.preview.page import Budget
 from savable_pipeline.tools.preview.sound_entries import sound_entry
 from tests.conftest import MakeShards
 from tests.tools.preview.test_preview import Page
@@ -55,10 +55,10 @@ def test_audio_and_its_features_are_images_on_a_pipelines_page(make_shards: Make
 )
 def test_each_audio_is_shown_separately_within_the_limit(name: str, shape: tuple[int, ...], pictures: int) -> None:
     array = np.random.default_rng(0).random(shape, np.float32)
-    entry = sound_entry(name, array, array, Room(1_000_000))
+    entry = sound_entry(name, array, array, Budget(1_000_000))
     assert entry is not None and len(entry.sounds) == pictures
-    assert sound_entry(name, array, array.astype(np.int64), Room(1_000_000)) is None
-    full = sound_entry(name, array, array, Room(10))
+    assert sound_entry(name, array, array.astype(np.int64), Budget(1_000_000)) is None
+    full = sound_entry(name, array, array, Budget(10))
     assert full is not None and not any(sound.spectrogram for sound in full.sounds)
 
 
@@ -67,4 +67,4 @@ def test_each_audio_is_shown_separately_within_the_limit(name: str, shape: tuple
 )
 def test_arrays_that_are_not_audio_are_shown_as_numbers(name: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, np.float32)
-    assert sound_entry(name, array, array, Room(1_000_000)) is None
+    assert sound_entry(name, array, array, Budget(1_000_000)) is None

@@ -119,7 +119,7 @@ def test_a_plan_that_compares_nothing_is_rejected(settings: dict[str, Any], mess
 def test_interruptions_are_the_chosen_steps_and_random_ones() -> None:
     assert VerifyPlan("a:b", cuts=(4, 2), random_cuts=0).bounds(9) == [0, 2, 4, 9]
     assert len(VerifyPlan("a:b", cuts=(4,), random_cuts=8).bounds(9)) == 10, "each of 1 to 8, once"
-    drawn = {tuple(VerifyPlan("a:b", random_cuts=2, draw=draw).bounds(100)) for draw in range(5)}
+    drawn = {tuple(VerifyPlan("a:b", random_cuts=2, cut_seed=seed).bounds(100)) for seed in range(5)}
     assert len(drawn) == 5 and all(bounds == tuple(sorted(set(bounds))) for bounds in drawn)
     with pytest.raises(ValueError, match=r"--cut 9: .*1 to 8"):
         VerifyPlan("a:b", cuts=(9,)).bounds(9)
