@@ -410,8 +410,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def __reduce__(self) -> Any:
         origin, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
         facts = self.key, self.shard, self.offset, parts, origin.field_map, origin.unit, names, origin.unpacked_bytes
-        detached = DetachedSample(origin.source, *facts)  # it ignores the numbers of shard and row, which are 0 here
-        return Sample, (detached, 0, 0, self.index, self.epoch)
+        # a `DetachedSample` ignores the numbers of shard and row, which are 0 here
+        return Sample, (DetachedSample(origin.source, *facts), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)

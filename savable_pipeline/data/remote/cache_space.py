@@ -39,9 +39,7 @@ def cache_folder(folder: str | os.PathLike[str] | None) -> Path:
     if chosen:
         return private_folder(Path(chosen).absolute() / str(os.geteuid()))
     if (cache := user_cache()) is None:
-        raise ValueError(
-            "this user has no home folder for the cache of remote shards. Pass cache=, or set SAVABLE_CACHE"
-        )
+        raise ValueError("this user has no home folder for a cache of remote shards. Pass cache=, or set SAVABLE_CACHE")
     return private_folder((cache / "savable_pipeline" / "shards").absolute() / str(os.geteuid()))
 
 

@@ -145,8 +145,7 @@ def _all_below(root: str, session: Session) -> RemoteShards | None:
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:
     """Return which addresses are objects. A bucket is asked about doubtful ones."""
-    is_alone = len(specs) == 1
-    found, doubtful = set[str](), defaultdict[str, list[str]](list)
+    is_alone, found, doubtful = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
         folder, _, name = spec.rpartition("/")
         has_suffix = _SUFFIX.search(spec) is not None

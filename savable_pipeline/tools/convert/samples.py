@@ -322,7 +322,7 @@ def lines_between(store: Any, number: int, start: int, end: int) -> int:
     """Return how many lines of a file end between two offsets."""
     lines = 0
     while start < end:
-        block = store.files.read(number, start, min(end - start, 1 << 22))
+        block = store.files.read(number, start, min(end - start, 1 << 18))
         lines, start = lines + block.count(b"\n"), start + len(block)
     return lines
 

@@ -46,6 +46,7 @@ from savable_pipeline.data.stores.kaldi import KALDI, SEGMENTS
 from savable_pipeline.data.stores.opening import Source, find_source, open_store, store_of
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.sample_names import FileNames
 from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.data.stores.table_store import JSON
 from savable_pipeline.data.stores.tar_store import TARS
@@ -108,10 +109,8 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
             raise ValueError(f"{files}: conversions cut no recordings, as segments asks. Read it in place by sp.read")
         if form == TARS or form in TABLES:
             plain, packed = [*filter(form.has, names)], [*filter((JSONL if form == JSON else form).packs, names)]
-            if (
-                plain and listed is not None and listed.whole
-            ):  # reading skips compressed files beside others, with a warning
-                packed = []
+            if plain and listed is not None and listed.whole:
+                packed = []  # reading skips compressed files beside others, with a warning
             first = plain[:_MANY] if found.session is None or len(plain) == 1 else []
             if packed or any(_compression(name, _head(found, root, name)) for name in first):
                 return _packed_source(address, found, root, sorted([*plain, *packed]))
@@ -146,11 +145,11 @@ def _packed_source(address: str, found: Source, root: str, files: list[str]) -> 
     form = found.format
     if form != TARS:  # only the first bytes tell a list of JSON from lines
         plain = {_plain_name(name): name for name in files}
-        heads = {}
-        for name in wanted([*plain]):
+        names_inside, heads = FileNames(plain), {}
+        for name in wanted(names_inside):
             with open_content(f"{root}/{plain[name]}") as file:
                 heads[name] = file.read(_PEEK)
-        form = recognize([*plain], heads).format
+        form = recognize(names_inside, heads).format
     return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
 
 
