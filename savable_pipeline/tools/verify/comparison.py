@@ -187,8 +187,7 @@ def verify(plan: VerifyPlan, progress: Callable[[int, int], None]) -> Verdict:
         comparison = _Comparison(plan, reference, Path(folder), steps, progress)
         segments: list[Segment] = []
         for number, (start, stop) in enumerate(pairwise(plan.bounds(steps)), start=1):
-            workers = plan.workers[(number - 1) % len(plan.workers)]
-            segments.append(Segment(number, start, workers, hash_seed=number + 1))
+            segments.append(Segment(number, start, plan.workers[(number - 1) % len(plan.workers)], number + 1))
             mismatch = comparison.run(segments[-1], stop)
             if mismatch is not None:
                 return Verdict(loader, steps, mismatch.step, comparison.epoch_ends, tuple(segments), mismatch)
