@@ -77,6 +77,7 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         """Return the names."""
         return _texts(self.names)
 
+    @cached_property
     def stamp_texts(self) -> ShardNames:
         """Return the stamps."""
         return _texts(self.stamps)
@@ -84,15 +85,11 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
     def find(self, name: str) -> tuple[int, str] | None:
         """Return size and stamp of the object with this name, or None."""
         number = self._numbers_by_name.get(name)
-        return None if number is None else (int(self.sizes_in_bytes()[number]), self._stamps[number])
+        return None if number is None else (int(self.sizes_in_bytes()[number]), self.stamp_texts[number])
 
     @cached_property
     def _numbers_by_name(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.texts())}
-
-    @cached_property
-    def _stamps(self) -> ShardNames:
-        return self.stamp_texts()
 
     def only(self, matches: Callable[[str], bool]) -> Listing:
         """Return the objects whose name `matches`."""
