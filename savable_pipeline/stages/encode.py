@@ -205,7 +205,7 @@ class Encode(ChunkedStage, ItemStage):
         avoided, excluded = self._skipped.avoided, self.info.excluded.numbers and self.info.excluded
         first, depth, origin = ahead.next, self.info.depth, None
         chosen, append = ahead.opened[first : first + n - len(elements)], elements.append
-        with keyed.seeding.row(len(chosen)) as seed:
+        with keyed.seeding.series(len(chosen)) as seed:
             encode = keyed.due_encode()
             function = keyed.function if encode is keyed.unchecked and seed is None else None
             for ahead.next, sample in enumerate(chosen, first):
@@ -279,7 +279,7 @@ class Encode(ChunkedStage, ItemStage):
             return
         self._report_sample(fan.sample)
         try:
-            with seeding.row(n - len(elements)):
+            with seeding.series(n - len(elements)):
                 while len(elements) < n:
                     part, item = fan.count, fan.next()
                     if type(item) is Skip:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from savable_pipeline.core.global_rng import kinds
+from savable_pipeline.core.global_rng import seeded_generators
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
 from savable_pipeline.data.dataset.dataset import Dataset
@@ -26,7 +26,7 @@ def seeded_kinds(last: Stage) -> set[str]:
 
     They are some of "python", "numpy", "torch".
     """
-    return {kind for encoder in encoders_of(last) for kind in kinds(encoder.global_rng)}
+    return {kind for encoder in encoders_of(last) for kind in seeded_generators(encoder.global_rng)}
 
 
 def encoders_of(last: Stage) -> list[TaskEncoder]:
