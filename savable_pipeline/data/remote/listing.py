@@ -53,13 +53,13 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         Raises `ShardError` for a zero byte.
         """
         names, sizes, stamps = bytearray(), array("q"), bytearray()
-        last, in_order = "", True
+        previous, in_order = "", True
         for name, size, stamp in objects:
             names += _zero_terminated(name)
             sizes.append(size)
             stamps += _zero_terminated(stamp)
-            in_order &= last <= name
-            last = name
+            in_order &= previous <= name
+            previous = name
         listing = cls(bytes(names), sizes.tobytes(), bytes(stamps))
         return listing if in_order else cls.of(sorted(listing))
 

@@ -46,7 +46,7 @@ ReadBytes: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `
 INDEX_MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
-PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
+PARTS = "parts"  # name of a file beside an index in the cache that has only some of its rows: see `IndexParts`
 _HEADER_START = 24  # offset of the header, whose length is in the 8 bytes before it
 _ALIGN = 64
 _BLOCK = 1 << 18  # bytes to copy at a time
@@ -111,8 +111,9 @@ class ShardIndex(ABC):
     writer: ClassVar[type[BlobWriter]] = BlobWriter
 
     def __init__(self, path: Path, kind: str) -> None:
-        in_parts = path.with_name(PARTS).exists()  # a downloading process may still write rows into it
-        self.file = with_handles(lambda: WholeFile(path, mapped=in_parts))
+        # Rows that a downloading process adds to a partly cached index must appear here, so it is mapped.
+        is_partly_cached = path.with_name(PARTS).exists()
+        self.file = with_handles(lambda: WholeFile(path, mapped=is_partly_cached))
         self.view = self.file.view
         self.header, self.identity, self.shards, self.checks, counts, self.rows_start = _read_header(path, self.view)
         if self.header.kind != kind:
