@@ -133,7 +133,7 @@ class CacheSpace:
 
         Only if the space is `needed` now, unused samples that were requested in advance are evicted too.
         """
-        files = sorted(_files(self._cache), key=lambda one: self._last_use(*one))
+        files = sorted(_files(self._cache), key=lambda file: self._last_use(*file))
         blocks = {path: stat.st_blocks for path, stat in files}
         in_use = self._evict(blocks, goal, int(goal * _LOW_WATER), also_unused=False)
         return self._evict(blocks, goal, goal, also_unused=True) if needed else in_use

@@ -219,10 +219,10 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
     """Return the names of the indexes and markers that exist in a folder of a web server.
 
-    A web server cannot list a folder.
+    A web server cannot list a folder. The usual names are requested first, and the others only if none of them exists.
     """
-    first = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
-    return [*session.stats(url, first)] or [*session.stats(url, (*indexes, STATE))]
+    usual = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
+    return [*session.stats(url, usual)] or [*session.stats(url, (*indexes, STATE))]
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:

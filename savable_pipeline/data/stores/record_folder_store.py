@@ -124,7 +124,7 @@ class RecordFolderStore(GroupedStore):
         self.awaited.done((shard, 0), row)
         content = ByteSource(partial(self.files.read, shard), int(self.entries.sizes[shard]))
         record, schema = record_in(content, layout.offsets, row), self._schema(layout)
-        if schema.each:
+        if schema.each:  # the name of the compression of each record
             try:
                 record = ByteSource.of(decompressed(record.read(), schema.each, self._unpacked_bytes))
             except DamagedError as error:
