@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.connection import log_fault
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.stages.pipeline import seeded_kinds
+from savable_pipeline.stages.pipeline import encoders_of
 
 
 class Backend(Protocol):
@@ -117,7 +117,7 @@ class InProcess(Backend):
         lane, state, want, self._runner.facts = ticket
         live = self._runner.at_position(lane, state)
         if live is not None and self._seeded is None:
-            self._seeded = seeded_kinds(live)
+            self._seeded = {kind for encoder in encoders_of(live) for kind in kinds(encoder.global_rng)}
         # Building a lane may draw from any global generator. A running lane draws only from the seeded ones.
         with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
             return self._runner.deliver(lane, state, want)
