@@ -6,8 +6,8 @@ A training run that is stopped and resumed gets the same batches, bit for bit.
 
 `sp.blend` merges several sources, before or after Encode.
 
-`sp.read(…).shuffle(…).encode(…).pack(…).batch(…)` names these stages; the loader builds them for each lane (a logical
-worker), runs all lanes, in this process or in worker processes, and keeps the state of each lane with every batch.
+`sp.read(…).shuffle(…).encode(…).pack(…).batch(…)` names these stages. The loader builds them for each lane (a logical
+worker), runs all lanes in this process or in worker processes, and stores the state of each lane with every batch.
 `savable_pipeline.custom` has the base classes and parts for your own stages, stores and pipelines.
 """
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         others = [importlib.import_module(f"{__name__}.{each}") for each in ("custom", "errors") if name[:1].isupper()]
         hints = [f" It is in {each.__name__}." for each in others if hasattr(each, name)]
-        hints = hints or [f" Did you mean {meant}?" for meant in get_close_matches(name, __all__, 1)]
+        hints = hints or [f" Did you mean {similar}?" for similar in get_close_matches(name, __all__, 1)]
         raise AttributeError(f"{error}.{''.join(hints)}") from None
 
 

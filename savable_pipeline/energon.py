@@ -22,6 +22,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("megatron"):
             raise
-        raise ImportError(
-            f"savable_pipeline.energon.{name} needs Megatron-Energon. Run pip install megatron-energon."
-        ) from error
+        fix = "Run pip install megatron-energon."
+        raise ImportError(f"savable_pipeline.energon.{name} needs Megatron-Energon. {fix}") from error

@@ -23,13 +23,14 @@ def public_names(module: str) -> tuple[list[str], Callable[[str], Any]]:
     file = sys.modules[module].__file__
     assert file is not None
     lines = map(str.split, Path(file).with_suffix(".pyi").read_text().splitlines())
-    places = {words[-1]: words[1] for words in lines if words[:1] == ["from"]}
+    # the words of a line are "from", the module, "import", the name, "as", the name
+    module_of = {words[-1]: words[1] for words in lines if words[:1] == ["from"]}
 
     def import_name(name: str) -> Any:
-        if name not in places:
+        if name not in module_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        found = getattr(import_module(places[name]), name)
-        setattr(sys.modules[module], name, found)
-        return found
+        value = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[module], name, value)
+        return value
 
-    return sorted(places), import_name
+    return sorted(module_of), import_name

@@ -81,11 +81,11 @@ def assert_exact_resume(
     )
     expected, states = _uninterrupted(settings, steps)
     resumes = 0
-    for cut, state in enumerate(states):
+    for step, state in enumerate(states):
         with Run(settings) as run:
             run.load_state_dict(state)
-            found = [_entry(run) for _ in range(min(after, len(expected) - cut))]
-        _compare(expected, cut, found, f"resumed at step {cut}")
+            found = [_next_entry(run) for _ in range(min(after, len(expected) - step))]
+        _compare(expected, step, found, f"resumed at step {step}")
         resumes += 1
     draw = random.Random(seed)
     for chain in range(chains):
@@ -147,7 +147,7 @@ def _steps(runs: Sequence[Run]) -> Iterator[list[Any]]:
 
 
 class _Entry(NamedTuple):
-    """Batch of the stream, with its epoch and slot."""
+    """Batch of a run, with its epoch and slot."""
 
     epoch: int
     slot: int
@@ -155,28 +155,30 @@ class _Entry(NamedTuple):
 
 
 def _uninterrupted(settings: LoaderSettings, steps: int) -> tuple[list[_Entry], list[dict[str, Any]]]:
+    """Return the batches of an uninterrupted run, and the states before and after each."""
     with Run(settings) as run:
         states = [_copy(run.state_dict())]
         expected: list[_Entry] = []
         while len(expected) < steps:
-            expected.append(_entry(run))
+            expected.append(_next_entry(run))
             states.append(_copy(run.state_dict()))
     return expected, states
 
 
-def _entry(run: Run) -> _Entry:
+def _next_entry(run: Run) -> _Entry:
+    """Take the next batch of the only rank."""
     return _take_step([run])[0]
 
 
 def _take_step(runs: Sequence[Run]) -> list[_Entry]:
-    """Take one step of all ranks, which vote together, and sort its batches by slot.
+    """Take the next step of all ranks, and return its batches in the order of slots.
 
     At the end of an epoch, start the next one.
     """
-    taken = voted_step([iter(run) for run in runs])
-    at = runs[0].position.previous or runs[0].position  # after the step
-    first = at.slot - len(runs)
-    return [_Entry(at.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(taken, first))]
+    batches = voted_step([iter(run) for run in runs])
+    after = runs[0].position.previous or runs[0].position  # the position after the step
+    first = after.slot - len(runs)
+    return [_Entry(after.epoch, first + i, batch) for i, batch in enumerate(sorted_by_slot(batches, first))]
 
 
 def _chain(
@@ -187,10 +189,13 @@ def _chain(
     world_sizes: Sequence[int],
     name: str,
 ) -> int:
-    """Resume repeatedly with other workers and ranks until the expected stream ends."""
-    done, resumes = 0, 0
+    """Resume repeatedly with other numbers of workers and ranks until the expected batches end.
+
+    Return the number of resumes. `name` names the chain in messages.
+    """
+    done, resumes = 0, 0  # the index of the next expected batch, and the number of resumes
     state: dict[str, Any] | None = None
-    trail: list[str] = []
+    trail: list[str] = []  # the resumes so far, for messages
     while done < len(expected):
         world_size, num_workers = draw.choice(list(world_sizes)), draw.choice(list(workers))
         runs = [Run(replace(settings, num_workers=num_workers, ranks=(rank, world_size))) for rank in range(world_size)]
@@ -243,10 +248,9 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(expected: list[_Entry], index: int, found: list[_Entry], how: str, world_size: int = 1) -> int:
-    """Compare the stream `found` with the expected one from `index`.
+    """Compare batches with the expected ones from `index` on, and return the index of the next expected one.
 
-    If the number of ranks does not divide the slots of an epoch, its last slots are skipped, or padded to a step. It
-    returns the index of the next entry.
+    If the number of ranks does not divide the slots of an epoch, its last slots may be missing, or padded to a step.
     """
     for epoch, slot, batch in found:
         index += _count_skipped(expected, index, epoch, world_size)
@@ -266,9 +270,9 @@ def _compare(expected: list[_Entry], index: int, found: list[_Entry], how: str, 
 
 
 def _count_skipped(expected: list[_Entry], index: int, epoch: int, world_size: int) -> int:
-    """Return how many entries from `index` belong to the epoch before.
+    """Return how many of the expected batches from `index` on belong to the epoch before `epoch`.
 
-    They are less than a step.
+    They are less than a step, and were skipped.
     """
     return sum(entry.epoch < epoch for entry in expected[index : index + world_size - 1])
 

@@ -1,4 +1,4 @@
-"""`stack` and `empty`: batch tensors in the memory shared with the trainer.
+"""`stack` and `empty`: create batch tensors in the memory shared with the trainer.
 
     encoder ── stack(images) ──▶ tensor in a shared segment ── offset in the segment ──▶ trainer
 
@@ -28,9 +28,9 @@ class Memory(Protocol):
         """Return `size` writable bytes, or None if there is no room for them."""
 
     def allocated(self, address: int, size: int) -> memoryview | None:
-        """Return the `size` bytes at an address, or None unless `allocate` returned them.
+        """Return the `size` bytes at an address, if `allocate` returned them.
 
-        All of them must have been allocated in this process for the next batch.
+        They must be of the next batch. Otherwise the result is None.
         """
 
 
@@ -94,12 +94,12 @@ def stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     import torch
 
     first = tensors[0]
-    plain = all(
+    is_plain = all(
         type(tensor) is torch.Tensor and tensor.dtype == first.dtype and tensor.device.type == "cpu"
         and tensor.layout is torch.strided and not tensor.requires_grad and tensor.shape == first.shape
         for tensor in tensors
     )  # fmt: skip
-    if not plain:
+    if not is_plain:
         return torch.stack(list(tensors))
     shape = (len(tensors), *first.shape)
     if (buffer := _adjacent_memory(tensors)) is not None:

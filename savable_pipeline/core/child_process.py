@@ -9,8 +9,8 @@ reach it. It ends when it is closed or when this process ends, which it checks b
 processes may have inherited this end of the connection, so end-of-file may never come.
 
 Some processes are *replaced* when they are killed: a loader restarts its workers, but not the trainer. Reading past the
-end of a memory-mapped file that was truncated kills the process (SIGBUS). So users' files are mapped only in processes
-that are replaced, and read elsewhere.
+end of a memory-mapped file that was truncated kills the process (SIGBUS). So users' files are memory-mapped only in
+processes that are replaced. Other processes read them.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ PartVersions: TypeAlias = dict[Any, tuple[Any, int]]
 
 
 def part_versions(item: Any) -> PartVersions:
-    """Return the values of an item's keys, fields and attributes, each with a version.
+    """Return an item's values by key, field or attribute, each with a version.
 
-    The version is a length, or how often a tensor was written to. This is cheap but incomplete: writes into NumPy
-    arrays or nested containers change no version.
+    A version changes with some writes. The version is a length, or how often a tensor was written to. This is cheap but
+    incomplete: writes into NumPy arrays or nested containers change no version.
     """
     if isinstance(item, list):
         return {"the values": (item, len(item))}
@@ -143,9 +143,9 @@ def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifferenc
     parts, and "" for whole items.
     """
     first = items[0]
-    by_type = _compare(items, field, lambda item: f"type {type(item).__name__}")
-    if by_type is not None:
-        return by_type
+    type_difference = _compare(items, field, lambda item: f"type {type(item).__name__}")
+    if type_difference is not None:
+        return type_difference
     if isinstance(first, Mapping):
         return _compare(items, field, lambda item: f"the fields {', '.join(map(str, item))}") or _compare_parts(
             items, [(name, f"{field}[{name!r}]") for name in first]
@@ -167,19 +167,19 @@ def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifferenc
 
 def _compare_parts(items: Sequence[Any], parts: Sequence[tuple[Any, str]]) -> ItemDifference | None:
     """Return the first difference in `parts`, which are pairs of a key or index and a name for messages."""
-    found = (find_item_difference([item[key] for item in items], name) for key, name in parts)
-    return next((difference for difference in found if difference is not None), None)
+    differences = (find_item_difference([item[key] for item in items], name) for key, name in parts)
+    return next((difference for difference in differences if difference is not None), None)
 
 
 def _compare(items: Sequence[Any], field: str, describe: Callable[[Any], str]) -> ItemDifference | None:
-    """Return the difference of item 0 and the first item with another description, or None."""
-    shown = [describe(item) for item in items]
-    other = next((index for index, text in enumerate(shown) if text != shown[0]), None)
+    """Return the difference of item 0 and the first item that `describe` describes otherwise, or None."""
+    descriptions = [describe(item) for item in items]
+    other = next((index for index, text in enumerate(descriptions) if text != descriptions[0]), None)
     if other is None:
         return None
     where = f" in {field}" if field else ""
     return ItemDifference(
-        f"items differ{where}: item 0 has {shown[0]}, item {other} has {shown[other]}; make them "
+        f"items differ{where}: item 0 has {descriptions[0]}, item {other} has {descriptions[other]}; make them "
         "equal, or write an sp.TaskEncoder with a batch(items, rng) that pads",
         (0, other),
     )

@@ -19,7 +19,7 @@ HEAD = 512  # bytes of a file that are enough for all functions of this module
 
 
 def compression_of(head: bytes) -> str:
-    """Return the compression of a file by its head: ".gz", ".bz2", ".xz", ".zst", "".
+    """Return the compression by the first bytes: ".gz", ".bz2", ".xz", ".zst" or "".
 
     >>> from savable_pipeline.core.file_heads import compression_of
     >>> (compression_of(b"\\x1f\\x8b\\x08\\x00"), compression_of(b'{"id": 1}'))
@@ -31,7 +31,7 @@ def compression_of(head: bytes) -> str:
 
 
 def media_of(head: bytes, known: frozenset[str]) -> str:
-    """Return the extension of a media file by its head if it is `known`, else "bin".
+    """Return a media file's extension by its first bytes; "bin" if not in `known`.
 
     >>> from savable_pipeline.core.file_heads import media_of
     >>> (media_of(b"GIF89a", frozenset({"gif"})), media_of(b"BM", frozenset({"gif"})))
@@ -43,17 +43,18 @@ def media_of(head: bytes, known: frozenset[str]) -> str:
 
 
 def text_error(head: bytes, name: str) -> str:
-    """Return why a head is not UTF-8 text, and what to do; "" if it may be.
+    """Return why a file's first bytes are not UTF-8, and a fix; "" if they may be.
 
     >>> from savable_pipeline.core.file_heads import text_error
     >>> text_error("a".encode("utf-16"), "a.jsonl")
     'text in UTF-16, where UTF-8 is read; `iconv -f UTF-16 -t UTF-8 a.jsonl > NEW` converts it'
     """
-    packed = compression_of(head)
-    if packed:
+    compression = compression_of(head)
+    if compression:
+        program = _PROGRAMS[compression]
         return (
-            f"compressed by {_PROGRAMS[packed]}, whatever its name says, so that it cannot be read at an offset; "
-            f"`{_PROGRAMS[packed]} -dc < {name} > NEW` unpacks it, and `savable convert {name} DST` reads it as it is"
+            f"compressed by {program}, whatever its name says, so that it cannot be read at an offset; "
+            f"`{program} -dc < {name} > NEW` unpacks it, and `savable convert {name} DST` reads it as it is"
         )
     encoding = _encoding_of(head[:_ENCODING_BYTES])
     if encoding:

@@ -35,14 +35,14 @@ _POLL_S = 0.2  # interval at which a waiting process looks again
 
 
 @contextlib.contextmanager
-def requiring_locks(path: object, advice: str, kind: type[SavableError] = SavableError) -> Iterator[None]:
-    """Raise a `kind` with `advice` as its message's end if locks are not supported."""
+def requiring_locks(path: object, advice: str, error_type: type[SavableError] = SavableError) -> Iterator[None]:
+    """Raise an `error_type` that ends with `advice` if locks are not supported."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        raise kind(f"{path}: its file system has no file locks ({error.strerror}). {advice}") from error
+        raise error_type(f"{path}: its file system has no file locks ({error.strerror}). {advice}") from error
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def file_lock(path: Path, descriptor: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _owned(path: Path) -> Iterator[None]:
-    """Lock by the owner file `path`, which only one process at a time can create."""
+    """Lock by creating the owner file `path`, which only one process at a time can do."""
     _create_when_free(path)
     ended = threading.Event()
 
@@ -86,7 +86,8 @@ def _owned(path: Path) -> Iterator[None]:
 
 def _create_when_free(path: Path) -> None:
     """Create the owner file, once no other process has one or that process no longer touches it."""
-    last, since, warned = None, time.monotonic(), False  # since when the file has been as it is in `last`
+    # another process' owner file as it was last seen, the time since which it is so, and whether there was a warning
+    last, unchanged_since, warned = None, time.monotonic(), False
     while True:
         with contextlib.suppress(FileExistsError), path.open("x") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}")
@@ -94,8 +95,8 @@ def _create_when_free(path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
             found = path.stat()
             if (found.st_ino, found.st_mtime_ns) != last:
-                last, since = (found.st_ino, found.st_mtime_ns), time.monotonic()
-            elif time.monotonic() - since > _DEAD_S:
+                last, unchanged_since = (found.st_ino, found.st_mtime_ns), time.monotonic()
+            elif time.monotonic() - unchanged_since > _DEAD_S:
                 path.unlink()
                 continue
             if not warned:

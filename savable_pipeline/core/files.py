@@ -1,6 +1,6 @@
-"""Atomically replaced files, retries, and the limit on open descriptors.
+"""Atomic replacement of files, retries, and the limit on open descriptors.
 
-A reader of a replaced file gets the old or the new contents, never a mixture.
+A reader of a file that is being replaced gets the old or the new contents, never a mixture.
 
 All datasets of a process share half of its descriptor limit (`ulimit -n`). The other half is for encoders, workers and
 other uses. If a process runs out of descriptors, that is an error of its environment, never of its data, so no policy
@@ -11,9 +11,9 @@ Errors that may pass are retried, those of files by `with_retries`:
     ESTALE, ETIMEDOUT     errors of network disks only
     EIO                   an unreachable network disk, or a bad sector of a local one, which is tried once more
 
-Any thread may close the descriptors of any dataset, so Python's reference counts own them. A cache only drops its
-reference, and the last reference closes the file. A reading thread has a reference of its own during the read. So the
-descriptor number cannot be reused under it, and a read needs no lock.
+Any thread may close the descriptors of any dataset. To close one, a cache only drops its reference to the `Descriptor`,
+and the last reference closes the file. A reading thread has a reference of its own during the read. So no other file
+gets the descriptor's number meanwhile, and a read needs no lock.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from savable_pipeline.errors import RemoteError, SavableError
 T = TypeVar("T")
 NETWORK_ERRORS = (errno.ESTALE, errno.ETIMEDOUT)
 _TRANSIENT = (*NETWORK_ERRORS, errno.EIO)
-_RETRY_S = 120.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0
+_RETRY_S = 120.0  # default of `retry_s`
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 15.0  # between two tries
 _NETWORK_TYPES = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "wekafs", "virtiofs")
 
 
@@ -73,7 +73,7 @@ def replace_file(path: Path, parts: Iterable[bytes], *, sync: bool = False) -> N
 def regular_file(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and return its descriptor, as an `opener` of `open` does.
 
-    Raises OSError for anything else.
+    Raises OSError for a folder, pipe or device.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -95,9 +95,9 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def user_cache() -> Path | None:
-    """Return the user's folder for caches, or None for a user without a home.
+    """Return the user's folder for caches, `XDG_CACHE_HOME` or `~/.cache`.
 
-    It is `XDG_CACHE_HOME` or `~/.cache`.
+    The result is None for a user without a home.
     """
     configured = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -116,7 +116,7 @@ class Descriptor(int):
 
 
 class DescriptorCache(Protocol):
-    """Object that keeps descriptors open and can reopen them, in any thread."""
+    """Object that stores open descriptors, and reopens their files, in any thread."""
 
     def __len__(self) -> int: ...
     def close_oldest(self) -> None:
@@ -128,7 +128,7 @@ _caches: weakref.WeakValueDictionary[int, DescriptorCache] = weakref.WeakValueDi
 
 
 def register(cache: DescriptorCache) -> None:
-    """Count the descriptors of `cache` among those of the process while it exists."""
+    """Count the descriptors of `cache` among those of all datasets."""
     _caches[id(cache)] = cache
 
 
@@ -138,7 +138,7 @@ def _all_caches() -> list[DescriptorCache]:
 
 
 def evict() -> None:
-    """Close descriptors of datasets until one more is within their limit."""
+    """Close descriptors of datasets until one more can be opened within their limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         close_down_to(max(1, soft // 2) - 1)
@@ -160,9 +160,8 @@ def lacks_handles(error: BaseException) -> bool:
 def with_handles(act: Callable[[], T]) -> T:
     """Return what `act` returns.
 
-    If it runs out of descriptors, those of datasets are closed, and `act` is called again.
-
-    Raises `SavableError` if descriptors still run out when there is nothing to close, and other errors of `act`.
+    If it lacks descriptors, close those of datasets and call it again. Raises `SavableError` if descriptors still run
+    out when there is nothing to close, and other errors of `act`.
     """
     may_close = True
     while True:
@@ -181,9 +180,8 @@ def with_handles(act: Callable[[], T]) -> T:
 def _no_descriptor_error(error: OSError) -> SavableError:
     """Return an error that says how to raise the limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return SavableError(
-        f"{error.filename or 'a file'}: {error.strerror} (limit {soft}). Close files, or raise `ulimit -n`"
-    )
+    file = error.filename or "a file"
+    return SavableError(f"{file}: {error.strerror} (limit {soft}). Close files, or raise `ulimit -n`")
 
 
 def retry_s() -> float:
@@ -210,10 +208,10 @@ def with_retries(path: Path, act: Callable[[], T]) -> T:
 
 
 def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
-    """Return what `act` returns when it is retried after `error`, if that may pass.
+    """Call `act` again after its `error`, and return what it returns.
 
-    It is retried for `retry_s()` seconds on a network disk, else once. Raises `RemoteError` if retries on a network
-    disk do not help, and other errors as they are.
+    An error that may pass is retried for `retry_s()` seconds on a network disk, and once on a local one. Raises
+    `RemoteError` if retries on a network disk do not help, and other errors as they are.
     """
     started, wait_s = time.monotonic(), _FIRST_WAIT_S
     while error.errno in _TRANSIENT:
@@ -233,10 +231,7 @@ def retry(path: Path, error: OSError, act: Callable[[], T]) -> T:
 
 
 def _is_on_network_disk(path: Path) -> bool:
-    """Return whether a file is on a network disk, by Linux's list of mounts.
-
-    False if that is unknown.
-    """
+    """Return whether a file is on a network disk, by Linux's list of mounts. If unknown, return False."""
     try:
         device = path.stat().st_dev
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]

@@ -1,12 +1,12 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
-A *row* is a number of calls of a user's function, one after the other. With `global_rng=None`, a row is watched for
-draws from these generators. That costs 6 µs per row in a hot loop, and 4 µs where the trainer's states must be
-restored. Seeding would cost 7 µs per call. A watched row has three phases:
+A *series* is a number of calls of a user's function, one after the other. With `global_rng=None`, a series is watched
+for draws from these generators. That costs 6 µs per series in a hot loop, and 4 µs where the trainer's states must be
+restored. Seeding would cost 7 µs per call. A watched series has three phases:
 
-    start    the generators get states of this process and row, which no function can restore by chance
+    start    the generators get states of this process and series, which no function can restore by chance
     calls    nothing is seeded
-    end      if a state has changed, the row is repeated with seeds, and all later calls are seeded
+    end      if a state has changed, the series is repeated with seeds, and all later calls are seeded
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from savable_pipeline.core.named_object import imported
 from savable_pipeline.errors import EncodeError
 
 KINDS = ("python", "numpy", "torch")
-_SHORTEST_ROW = 16  # calls; shorter rows are seeded, which is cheaper than watching
-_SECOND_RUNS = 8  # calls of watched rows that are repeated from a second state, for each function and process
-_MAX_TRIES = 8  # of a row in a thread, if the generators' states change each time
+_SHORTEST_SERIES = 16  # calls; a shorter series is seeded, which is cheaper than watching
+_SECOND_RUNS = 8  # watched calls that are repeated from a second state, for each function and process
+_MAX_TRIES = 8  # most tries of a series in a thread, if the generators' states change each time
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
-_START_STATES = 4  # how many states rows start from, in turn
+_START_STATES = 4  # number of states that series start from, in turn
 _TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
 _Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]  # functions that read and set a state
 
 
-def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the generators that a setting seeds.
+def seeded_generators(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the kinds of generators that a setting of `global_rng` seeds.
 
     Raises ValueError for an invalid setting.
     """
@@ -53,8 +53,8 @@ def kinds(setting: bool | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | None:
-    """Return a function that seeds these generators with a 64-bit key, or None."""
-    if not (chosen := kinds(setting)):
+    """Return a function that seeds a setting's generators with a 64-bit key, or None."""
+    if not (chosen := seeded_generators(setting)):
         return None
     seeds: list[Callable[[int], object]] = [random.seed] if "python" in chosen else []
     if "numpy" in chosen:
@@ -72,15 +72,15 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
 
 
 class DrawFound(BaseException):
-    """Interrupts a row of calls that drew unseeded. The row is repeated with seeds."""
+    """Interrupts a series of calls that drew unseeded, to repeat it with seeds."""
 
 
 class Seeding:
     """Seeding of the global generators for one function in one process.
 
-    With the setting None, calls are seeded from the first row on in which the function draws, and in rows of less than
-    16 calls. Threads cannot seed the generators. They repeat such a row, since another thread may have drawn, and raise
-    `EncodeError` after eight tries.
+    With the setting None, all calls are seeded from the first series on in which the function draws. Before, only
+    series of less than 16 calls are. Threads cannot seed the generators. A thread repeats a series with draws, since
+    another thread may have drawn, and raises `EncodeError` after eight tries.
 
     Args:
         name: Names the function in errors.
@@ -88,7 +88,7 @@ class Seeding:
         in_thread: Whether several threads call it.
 
     Attributes:
-        seed: Seeds the generators for the next call of the row, or None if calls are not seeded.
+        seed: Seeds the generators for the next call of the series, or None if calls are not seeded.
     """
 
     def __init__(self, name: str, setting: bool | tuple[str, ...] | None, *, in_thread: bool) -> None:
@@ -98,12 +98,12 @@ class Seeding:
         self._may_watch, self._watches, self._tries = setting is None, False, 0
         self._second_runs = 0 if in_thread else _SECOND_RUNS
 
-    def row(self, calls: int) -> Self:
-        """Return the context of a row of `calls` calls, which yields `seed`.
+    def series(self, calls: int) -> Self:
+        """Return a context for a series of `calls` calls, which yields `seed`.
 
         It raises `DrawFound` after the calls, or after an error, if they drew unseeded.
         """
-        self._watches = self._may_watch and (calls >= _SHORTEST_ROW or self._in_thread)
+        self._watches = self._may_watch and (calls >= _SHORTEST_SERIES or self._in_thread)
         self.seed = None if self._watches else self._seeder()
         self._start()
         return self
@@ -119,7 +119,7 @@ class Seeding:
             self._watches = False
 
     def _start(self) -> None:
-        """Set this row's start states, which have no cached normal draw. In a thread, only read the states."""
+        """Set this series' start states, which have no cached normal draw. In a thread, only read the states."""
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
@@ -128,9 +128,9 @@ class Seeding:
                 start()
 
     def check(self, *, ends: bool = False) -> None:
-        """Raise `DrawFound` if the calls of this row drew from an unseeded generator.
+        """Raise `DrawFound` if the calls of this series drew from an unseeded generator.
 
-        `ends` is whether the row has no more calls.
+        `ends` is whether the series has no more calls.
         """
         if self._watches:
             if _all_states() != self._before:
@@ -141,7 +141,10 @@ class Seeding:
                 self._start()
 
     def seed_from_now(self) -> None:
-        """Raise `DrawFound` if the row is watched, as its results depend on its states."""
+        """Seed all later calls.
+
+        Raise `DrawFound` if the series is watched, because its calls have drawn.
+        """
         if self._watches:
             self._watches, self._may_watch = False, self._in_thread
             self._tries += 1
@@ -153,22 +156,22 @@ class Seeding:
             raise DrawFound
 
     def wants_second_run(self) -> bool:
-        """Return whether to repeat a call from another state, to compare the results."""
+        """Return whether to repeat the call from another state, and compare the results."""
         return self._watches and self._second_runs > 0
 
     def start_second_run(self) -> None:
-        """Change all states. Raises `DrawFound` if the first run of the call drew."""
+        """Start from other states. Raises `DrawFound` if the first run of the call drew."""
         self.check()
         if self._watches:
             self._second_runs -= 1
 
     def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function as a row of its own, and return its result.
+        """Call a function as a series of its own, and return its result.
 
-        The function itself calls `seed`.
+        The function must itself call `seed` before it draws.
         """
         while True:
-            with contextlib.suppress(DrawFound), self.row(1):
+            with contextlib.suppress(DrawFound), self.series(1):
                 return call(*arguments)
 
 
@@ -187,12 +190,12 @@ def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[
     return cycle(states)
 
 
-def _accesses(kinds: Collection[str] = KINDS) -> list[_Access]:
+def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     """Return how to read and set the states of these generators, as far as they are imported."""
-    found = [_python_access()] if "python" in kinds else []
-    if "numpy" in kinds:
+    found = [_python_access()] if "python" in chosen else []
+    if "numpy" in chosen:
         found.append(_numpy_access(_bit_generator(np.random)))
-    if "torch" in kinds and (torch := imported("torch")):
+    if "torch" in chosen and (torch := imported("torch")):
         found.append((torch.default_generator.get_state, torch.default_generator.set_state))
     return found
 
@@ -252,7 +255,7 @@ def _numpy_access(generator: Any) -> _Access:
 
 @contextlib.contextmanager
 def as_in_a_worker(seeded: set[str]) -> Iterator[None]:
-    """Run the block as in a worker, then restore the generators in `seeded`.
+    """Run the block as a worker would, then restore the generators in `seeded`.
 
     Within this context torch has one thread, because the bits of some sums depend on the number of threads.
     """

@@ -1,4 +1,4 @@
-"""`Engine`: runs jobs on other machines. It is independent of what the jobs do."""
+"""`Engine`: protocol of what runs jobs on other machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Engine(Protocol):
-    """Runs a module's function on many jobs, each at least once.
+    """Calls a function with many jobs, each at least once.
 
     A job whose machine is lost is run again. A machine that is considered lost may still run, so two runs of one job
     may overlap.

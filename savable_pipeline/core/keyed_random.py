@@ -1,9 +1,9 @@
 """Keyed random words and permutations: all the arithmetic that decides an order.
 
 It is integer arithmetic written here, so no release of NumPy, torch or Python changes an order. A *key* is 64 bits: the
-xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). The words of a key are those of SplitMix64 started at
-the key: word n is `finalize(key + (n + 1) * GAMMA)`, so any word is computed without the ones before it (Steele, Lea,
-Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+xxh3_64 hash of its purpose, such as (seed, "lane", index, epoch). A *word* is 64 random bits. The words of a key are
+those of SplitMix64 started at the key: word n is `finalize(key + (n + 1) * GAMMA)`, so any word is computed without the
+ones before it (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def below(drawn: Words, limit: int) -> NDArray[np.int64]:
 def permutation(key: int, n: int) -> NDArray[np.int64]:
     """Return a random permutation of 0 … n-1: int64 (n,).
 
-    It is the order in which the first n words of the key sort.
+    It is the order that sorts the first n words of the key.
     """
     return sorted_order(words(key, 0, n))
 
 
 def sorted_order(drawn: Words) -> NDArray[np.int64]:
-    """Return the order in which words sort; equal words keep their order. int64 (n,).
+    """Return the indices that sort words, stably, as `argsort` does: int64 (n,).
 
     Many words are sorted with their positions in the lowest bits, which takes half as long. If two words are equal in
     all other bits, they are sorted the slow way. For a million random words, that happens once in thirty times.
@@ -119,7 +119,7 @@ class Bijection:
     def _encrypt(self, values: Words) -> Words:
         """Apply the network once.
 
-        The halves swap positions and widths in each round, and the number of rounds is even.
+        The halves swap positions and widths in each round. After an even number of rounds, they are as at the start.
         """
         wide, narrow = self._widths
         left, right = values >> narrow, values & _ones(narrow)
@@ -138,15 +138,16 @@ RANKS = 1 << 32  # bound of `SharedRanks.rank`
 
 
 class SharedRanks:
-    """Random ranks, one per number n, that all lanes agree on without communication.
+    """Random ranks of n = 0, 1, …, the same in all lanes without communication.
 
-    A rank is a fraction of `RANKS`, not a process. The ranks are divided into `steps` equal steps. Each block of
-    `steps` consecutive numbers has one rank in every step, in random order. `key` is the same in all lanes of a run.
+    A rank, here, is no process but an integer below `RANKS`. This range is divided into `steps` equal steps. The ranks
+    of `steps` consecutive numbers, a block, are in different steps, in random order. `key` is the same in all lanes of
+    a run.
     """
 
     def __init__(self, *, key: int, steps: int) -> None:
         self._key, self._count = key, steps
-        self._block = -1  # the block whose steps are known
+        self._block = -1  # the block whose steps are in `_steps`
         self._steps: list[int] = []
 
     def step(self, n: int) -> int:

@@ -1,4 +1,4 @@
-"""`Lane`: a logical worker, the unit of order, state and randomness."""
+"""`Lane`: a logical worker, which is the unit of order, state and randomness."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.core.thread_copies import thread_copy
 
 T = TypeVar("T")
-PinnedShards: TypeAlias = dict[str, bytes]  # by dataset: the run's shards (shard_digests.py), or a commit of the Hub
-LANE_COUNT = "lanes"  # the key for the number of lanes, if a run was created without a fixed number
+# What a run always reads. By dataset: its shards (shard_digests.py), or a commit of the Hub. By `LANE_COUNT`: the
+# number of lanes, if it was derived from the data.
+PinnedShards: TypeAlias = dict[str, bytes]
+LANE_COUNT = "lanes"
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class WorkerContext:
     """Values of a worker that its lanes use.
 
     `shared`: values shared by all lanes of the process, see `Lane.shared`. `status`: memory where stages record what
-    they work on, for the report of a crash (status_page.py). `pinned`: the shards of the run, by dataset. `downloads`:
-    whether readers may download ahead, which a lane that is only inspected does not.
+    they work on, for the report of a crash (status_page.py). `pinned`: the shards that readers must read, and the
+    number of lanes. `downloads`: whether readers may download ahead, which a lane that is only inspected does not.
     """
 
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class WorkerContext:
 class ThreadValues(dict[Any, Any]):
     """Values shared by the lanes of one worker thread, by key.
 
-    `process` has those shared by all threads of a loader.
+    `process` has the values shared by all threads of a loader.
     """
 
     def __init__(self, process: dict[Any, Any], lock: threading.RLock) -> None:
@@ -180,13 +182,13 @@ class Lane:
             rng.draws = state.get(name, 0)
 
 
-def latest_shared(lane: Lane, name: Hashable, of: Hashable, make: Callable[[], T]) -> T:
-    """Return the value that `make` builds for `of`, once for all lanes of a process.
+def latest_shared(lane: Lane, name: Hashable, version: Hashable, make: Callable[[], T]) -> T:
+    """Return a value that `make` builds, shared by all lanes of a process.
 
-    Each `name` has one value: it is dropped when a lane asks for that of another `of`.
+    They must need the same version. Only the latest version of each `name` is stored.
     """
     latest: dict[Hashable, T] = lane.shared(name, dict)
-    if of not in latest:
+    if version not in latest:
         latest.clear()
-        latest[of] = make()
-    return latest[of]
+        latest[version] = make()
+    return latest[version]

@@ -1,7 +1,7 @@
-"""`named_object`: an object that a user names on a command line.
+"""`named_object`: import an object that a user names on a command line.
 
-It is named as `package.module:name` or `train.py:name`. The import runs the user's own code, as the user asked. Never
-pass a name that comes from data.
+The name has the form `package.module:name` or `train.py:name`. The import runs the user's own code, as the user asked.
+Never pass a name that comes from data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def imported(name: str) -> Any:
 def reject_while_importing() -> None:
     """Raise `SavableError` while a command imports a user's file.
 
-    Its import must not start to train.
+    An import must not start to train.
     """
     if _importing:
         guard = 'if __name__ == "__main__":'
@@ -53,7 +53,7 @@ def names_object(text: str) -> bool:
 def named_object(text: str) -> Any:
     """Import and return the object named by `text`.
 
-    Its module may also be in the working folder, or in the folder of the named file. Raises ValueError if there is no
+    Modules in the working folder, or in the folder of the named file, are found too. Raises ValueError if there is no
     such module or name, and any error that the module raises.
     """
     match = _NAME.fullmatch(text)
@@ -68,9 +68,8 @@ def named_object(text: str) -> Any:
         return attrgetter(match["name"])(module)
     except AttributeError:
         public = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ValueError(
-            f"{text}: the module has no {match['name']!r}; it has {', '.join(public) or 'nothing'}"
-        ) from None
+        names = ", ".join(public) or "nothing"
+        raise ValueError(f"{text}: the module has no {match['name']!r}; it has {names}") from None
 
 
 def _import_module(name: str) -> ModuleType:

@@ -21,7 +21,7 @@ OnError: TypeAlias = "Literal['raise', 'skip'] | Callable[[SavableError], bool]"
 ErrorType = TypeVar("ErrorType", bound=BaseException)
 _OUR_FILES = (str(Path(__file__).parents[1]) + "/", functools.__file__)
 _CUDA_ERROR = re.compile(r"NVIDIA (driver|GPU)|not compiled with CUDA|re-initialize CUDA|No CUDA GPUs")
-_MAX_TEXT = 2000  # characters of a text that are written to a quarantine
+_MAX_TEXT = 2000  # most characters of a text in a quarantine file
 
 
 def check_on_error(stage: str, on_error: OnError) -> None:
@@ -46,8 +46,8 @@ def reason_of(error: Exception) -> str:
 def is_environment_error(error: Exception) -> bool:
     """Return whether an error comes from disk, network, time or memory, not from data.
 
-    Such an error may not happen again. An OSError of the operating system has an `errno`. One that a decoder raises for
-    damaged data has none.
+    Such an error may not happen again. An OSError of the operating system has an `errno`. An OSError that a decoder
+    raises for damaged data has none.
     """
     if isinstance(error, OSError) and not isinstance(error, TimeoutError):
         return error.errno is not None
@@ -93,7 +93,7 @@ def _truncated(value: Any) -> Any:
 def from_user_code(error: ErrorType) -> ErrorType:
     """Return the error without this package's frames at the start of its traceback.
 
-    The deepest frame stays, even if it is one of this package.
+    The innermost frame stays, even if it is one of this package.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FILES):
@@ -102,9 +102,9 @@ def from_user_code(error: ErrorType) -> ErrorType:
 
 
 def shortened(error: ErrorType) -> ErrorType:
-    """Return an error with a traceback for users, without this package's frames.
+    """Return an error without this package's frames at the start of its traceback.
 
-    A `SavableError` gets none at all.
+    A `SavableError` gets no traceback at all.
     """
     return error.with_traceback(None) if isinstance(error, SavableError) else from_user_code(error)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PARTS = Struct("<QQQ")
-_KINDS = ("numpy", "torch", "python")  # of derived generators, whose keys are words -1, -2 and -3
+_KINDS = ("numpy", "torch", "python")  # kinds of derived generators; their keys are words -1, -2 and -3 of this one's
 
 
 class Rng(msgspec.Struct, gc=False, eq=False):
@@ -169,11 +169,10 @@ class Rng(msgspec.Struct, gc=False, eq=False):
         return self._derived("python", PythonRandom)
 
     def _derived(self, kind: str, make: Callable[[int], T]) -> T:
-        """Return the derived generator of a kind, which `make` builds from its key at first use."""
+        """Return the derived generator of this kind, which `make` builds from its key at first use."""
         if self.counted:
-            raise ValueError(
-                f"lane.rng(...).{kind} cannot be saved. Draw from lane.rng(...), or seed a generator by its bits()"
-            )
+            fix = "Draw from lane.rng(...), or seed a generator by its bits()"
+            raise ValueError(f"lane.rng(...).{kind} cannot be saved. {fix}")
         generators = self._generators = self._generators or {}
         if kind not in generators:
             generators[kind] = make(word(self.key, -1 - _KINDS.index(kind)))
@@ -185,15 +184,15 @@ def _log(x: float) -> float:
 
     It uses only additions, multiplications and divisions, which are exact to the last bit on every machine.
     """
-    twos = 0  # the argument of this function is x · 2**twos
+    exponent = 0  # the argument of this function is x · 2**exponent
     while x < 0.7:
-        x, twos = x * 2.0, twos - 1
+        x, exponent = x * 2.0, exponent - 1
     ratio = (x - 1.0) / (x + 1.0)
     square, power, total = ratio * ratio, ratio, 0.0
     for odd in range(1, 40, 2):
         total += power / odd
         power *= square
-    return 2.0 * total + twos * 0.6931471805599453
+    return 2.0 * total + exponent * 0.6931471805599453  # ln 2
 
 
 def _polynomial(x: float, coefficients: tuple[float, ...]) -> float:

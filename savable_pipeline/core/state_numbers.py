@@ -1,8 +1,8 @@
-"""`ORDER` and `STATE`: versions that a state and the code that loads it share.
+"""`ORDER` and `STATE`: versions of a state, which code that loads it must have.
 
 `ORDER` versions everything that decides which data come when: orders of readers, draws of subsets, turns of the sources
 of a blend, packing policies, grouping into batches, random crops. `STATE` versions the content and the format of a
-state. A change of either adds 1 to its number, and adds the commit before the change to `LAST_COMMITS`.
+state. A change of one of these adds 1 to its number, and adds the commit before the change to `LAST_COMMITS`.
 
 `SavedCount` is the type of an integer in a state. Its range is that of the arithmetic for orders and random numbers.
 """

@@ -1,7 +1,7 @@
 """`thread_copy`: a copy of a user's function or encoder for one worker thread.
 
     partial(f, x), object.f, encoder.x     x and the object are bound, so they are copied
-    closure, default, global of f          f only refers to them, so they are shared: an error if known to be unsafe
+    closure, default, global of f          f only refers to them, so they are shared, or an error if they are unsafe
 
 The same holds for the contents of lists, tuples, sets and dicts, for functions that f refers to, and for functions of
 its module that f calls. Everything else is shared.
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 # The name of a value, the value, and whether a copy of the object copies it too.
-Reached: TypeAlias = Iterator[tuple[str, Any, bool]]
+ReachedValues: TypeAlias = Iterator[tuple[str, Any, bool]]
 
 _UNSAFE = {  # names of classes with the first part of their module's name, because importing them would be slow
     *("tokenizers.Tokenizer", "transformers.PreTrainedTokenizerBase", "transformers.ProcessorMixin"),
@@ -27,7 +27,7 @@ _UNSAFE = {  # names of classes with the first part of their module's name, beca
     *("numpy.Generator", "numpy.RandomState", "numpy.BitGenerator"),
     *("_io._IOBase", "sqlite3.Connection", "sqlite3.Cursor", "_ctypes._CData", "ctypes.CDLL"),
 }
-_PLAIN = {bool, int, float, str, bytes, type(None)}
+_PLAIN = {bool, int, float, str, bytes, type(None)}  # types that threads can share
 
 
 def thread_copy(value: T) -> T:
@@ -36,9 +36,9 @@ def thread_copy(value: T) -> T:
     Raises ValueError if it cannot be copied, or shares an object that is not thread-safe.
     """
     label = _name_of(value)
-    for name, found in _unsafely_shared(_bound_values(value, label), set()):
+    for name, unsafe in _unsafely_shared(_bound_values(value, label), set()):
         raise ValueError(
-            f"worker threads cannot share {name}, a {type(found).__name__}. Bind it by functools.partial, to a method "
+            f"worker threads cannot share {name}, a {type(unsafe).__name__}. Bind it by functools.partial, to a method "
             "or in an encoder, or pass start_method='fork'"
         )
     try:
@@ -50,7 +50,7 @@ def thread_copy(value: T) -> T:
         ) from error
 
 
-def _unsafely_shared(reached: Reached, visited: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
+def _unsafely_shared(reached: ReachedValues, visited: set[tuple[int, bool]]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values that threads would share but must not.
 
     `visited` has the ids of the values visited so far, each with whether it is copied.
@@ -74,8 +74,8 @@ def _unsafe_class(kind: type) -> str:
     return next((name for name in names if name in _UNSAFE), "")
 
 
-def _reached_by(value: Any, name: str, copied: bool) -> Reached:
-    """Yield the values inside a value. Containers directly inside a container are not searched."""
+def _reached_by(value: Any, name: str, copied: bool) -> ReachedValues:
+    """Yield the values that a value contains, binds or refers to, without containers inside a container."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         members = list(value.values() if isinstance(value, dict) else value)
         yield from ((name, each, copied) for each in members if not isinstance(each, list | tuple | set | dict))
@@ -91,8 +91,8 @@ def _reached_by(value: Any, name: str, copied: bool) -> Reached:
         yield from _bound_values(value, name)
 
 
-def _bound_values(value: Any, name: str) -> Reached:
-    """Yield what is bound to an object and its classes, or what a function refers to."""
+def _bound_values(value: Any, name: str) -> ReachedValues:
+    """Yield the attributes of an object and of its classes, or what a function binds and refers to."""
     if isinstance(value, FunctionType | MethodType | BuiltinMethodType | partial):
         yield from _reached_by(value, name, True)
         return
@@ -104,7 +104,7 @@ def _bound_values(value: Any, name: str) -> Reached:
 
 
 def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to: its closure, its defaults and its globals."""
+    """Yield the names and values that a function refers to: its closure, its defaults and its globals."""
     code, defaults = function.__code__, function.__defaults__ or ()
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # raised if the variable has no value yet
@@ -126,10 +126,7 @@ def _globals(code: CodeType) -> Iterator[str]:
 
 
 def _name_of(value: Any) -> str:
-    """Return the name of a function or of an object's class.
-
-    The function may be in a `partial` or a `.map(f)`.
-    """
+    """Return the name of a function, which may be inside a `partial` or a `.map(f)`, or of an object's class."""
     while (inner := getattr(value, "func", getattr(value, "function", None))) is not None:
         value = inner
     return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-NAMES_SHOWN = 5
+NAMES_SHOWN = 5  # most names that `listed` shows
 _USER = re.compile(r"(?<=://)[^/\s?#]*@")
 _QUERY = re.compile(r"(?P<kept>https?://[^\s?#'\"]*|\w+://[^\s?#'\"]*(?=\?[^\s'\"]*=))\?[^\s'\"]*")
 

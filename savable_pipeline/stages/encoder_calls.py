@@ -162,7 +162,9 @@ class EncoderCalls:
     def length(self, element: Element, *, least: int) -> int:
         """Return the length of a built item in tokens, which must be at least `least`."""
         try:
-            return _at_least(least, measured_length(self.encoder, element))
+            if element.measured is None or element.measured[0] is not self.encoder:  # called once for each value
+                element.measured = self.encoder, index(self.encoder.length(element.value))  # no integer of NumPy
+            return _at_least(least, element.measured[1])
         except Exception as error:
             raise self._error(f"{self.encoder_name}.length", error) from from_user_code(error)
 
@@ -215,14 +217,6 @@ class EncoderCalls:
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )
-
-
-def measured_length(encoder: TaskEncoder, element: Element) -> int:
-    """Return `encoder.length` of a built item, which is called once for each value."""
-    if element.measured is None or element.measured[0] is not encoder:
-        element.measured = encoder, index(encoder.length(element.value))  # a state cannot contain NumPy's integers
-    length: int = element.measured[1]
-    return length
 
 
 def _at_least(least: int, found: Any) -> int:

@@ -86,7 +86,7 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             first, before, passed = ahead.next, self._skipped.begin(elements), list[bool | None]()
             try:
                 chosen = ahead.opened[first : first + n]
-                with self.keyed.seeding.row(len(chosen)):
+                with self.keyed.seeding.series(len(chosen)):
                     for ahead.next, each in enumerate(chosen, first):
                         passed.append(self._try(each))
                         if passed[-1]:

@@ -477,18 +477,17 @@ class BudgetShare:
         """Count the bytes of built elements, or drop values that would exceed the limit."""
         if (most := self._max_bytes) is None:
             return
-        for element in elements:
-            if element.value is UNBUILT:
-                continue
-            size = size_of(element.value) or 1
-            with self._budget.lock:
+        built = [element for element in elements if element.value is not UNBUILT]
+        sizes = [size_of(element.value) or 1 for element in built]
+        with self._budget.lock:
+            for element, size in zip(built, sizes, strict=True):
                 if self._budget.used + size > most:
                     element.value, element.measured = UNBUILT, None
                     continue
                 self._budget.used += size
-            self._bytes += size
-            self.elements += 1
-            element.counted_bytes = size
+                self._bytes += size
+                self.elements += 1
+                element.counted_bytes = size
 
     def release(self, elements: Iterable[Element]) -> None:
         """Subtract the bytes of these elements."""

@@ -313,26 +313,30 @@ class SourceCounts:
         self._counts = counts
         self.dropped_in_row: dict[int, int] = {}
 
-    def count_items(self, elements: Sequence[Element], tags: Collection[int]) -> None:
-        """Count items. `tags` are those of all sources."""
-        by_tag = {tag: len(elements) for tag in tags}
+    def count_items(self, elements: Sequence[Any], tags: Collection[int], *, has_lengths: bool = False) -> None:
+        """Count items, and their tokens if they have a `length`.
+
+        `tags` are those of all sources.
+        """
+        by_tag: dict[int, Any] = dict.fromkeys(tags, elements) if elements and len(tags) == 1 else {}
         if len(tags) > 1:
-            by_tag = Counter([_tag_of_first(element.ref) for element in elements])
-        for tag, number in by_tag.items():
-            self._counts[_counter_names(tag)[0]] += number
+            for element in elements:
+                by_tag.setdefault(_tag_of_first(element.ref), []).append(element)
+        for tag, group in by_tag.items():
+            items_counter, tokens_counter = _counter_names(tag)
+            self._counts[items_counter] += len(group)
+            if has_lengths:
+                self._counts[tokens_counter] += sum([element.length for element in group])
 
     def reset_rows(self, elements: Sequence[Element]) -> None:
         """Restart counting consecutive drops for the sources of these items."""
         for tag in {_tag_of_first(element.ref) for element in elements} if self.dropped_in_row else ():
             self.dropped_in_row.pop(tag, None)
 
-    def count_item(self, ref: ItemRef, tokens: int = 0) -> None:
-        """Count an item, a part of an item or a pack, for the source of its first sample."""
+    def count_item(self, ref: ItemRef) -> None:
+        """Count an item or a pack, for the source of its first sample."""
         tag = _tag_of_first(ref)
-        items_counter, tokens_counter = _counter_names(tag)
-        self._counts[items_counter] += 1
-        if tokens:
-            self._counts[tokens_counter] += tokens
+        self._counts[_counter_names(tag)[0]] += 1
         if self.dropped_in_row:
             self.dropped_in_row.pop(tag, None)
 

@@ -175,7 +175,7 @@ class OnDevice:
         Args:
             lag: How many batches the trainer itself is ahead (default 0). The state is that many batches earlier.
         """
-        return self._run.state_dict(lag, at=self._progress.current.yielded)
+        return self._run.state_dict(lag, position=self._progress.current.yielded)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Resume from a saved state, as `SavableLoader.load_state_dict`.

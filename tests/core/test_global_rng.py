@@ -16,7 +16,7 @@ import torch
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core import global_rng
-from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds, seeder
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeded_generators, seeder
 from tests.support.streams import next_hashes
 from tests.support.toy_faults import NumberEncoder, number_pipeline
 from tests.support.toy_pipelines import toy_pipeline
@@ -191,16 +191,16 @@ def test_a_key_of_64_bits_seeds_every_kind() -> None:
 
 
 def test_global_rng_accepts_all_none_or_some_generators() -> None:
-    assert kinds(True) == KINDS
-    assert kinds(False) == kinds(()) == ()
+    assert seeded_generators(True) == KINDS
+    assert seeded_generators(False) == seeded_generators(()) == ()
     assert seeder(False) is None
-    assert kinds(("torch",)) == ("torch",)
+    assert seeded_generators(("torch",)) == ("torch",)
 
 
 @pytest.mark.parametrize("setting", ["torch", ("torch", "cuda"), ("Torch",)])
 def test_unknown_name_in_global_rng_is_an_error(setting: Any) -> None:
     with pytest.raises(ValueError, match=r"global_rng=.*: expected None, True, False or a tuple of some of"):
-        kinds(setting)
+        seeded_generators(setting)
 
 
 def test_the_library_itself_draws_from_no_global_generator() -> None:

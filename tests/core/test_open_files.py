@@ -128,10 +128,10 @@ def test_read_is_right_although_another_thread_closes_the_shard(
 
 def in_threads(call: Callable[[int], None]) -> None:
     """Call with each number 0 … 7 in a thread of its own, all at the same time; they take turns as often as can be."""
-    interval, begin = sys.getswitchinterval(), threading.Barrier(8)
+    interval, start_batch = sys.getswitchinterval(), threading.Barrier(8)
 
     def run(number: int) -> None:
-        begin.wait()
+        start_batch.wait()
         call(number)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import savable_pipeline as sp
+from savable_pipeline.data.stores import formats, sample_names
 from savable_pipeline.data.stores.opening import find_source
 from tests.conftest import write_tar
 from tests.support.toy_lerobot import write_lerobot
@@ -386,6 +387,15 @@ ANNOTATED: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         "images.txt",
     ),
+    "transcripts of AISHELL": (
+        both(written("wav/S1/B0.wav", "wav/S1/B1.wav"), files(transcript__all_dot_txt="B0 good day\nB1 bye\n")),
+        "transcript/all.txt",
+    ),
+    "a list as of LJSpeech": (
+        both(written("wavs/LJ1.wav", "wavs/LJ2.wav"), files(train_dot_txt="LJ1|Good day\nLJ2|Bye\n")),
+        "train.txt",
+    ),
+    "pickled labels": (both(images, written("targets.pkl")), "targets.pkl"),
     "a folder a sample": (written("a/image.png", "a/meta.json", "b/image.png", "b/meta.json"), "a/meta.json"),
     "VCTK": (written("wav48/p225/p225_1.wav", "txt/p225/p225_1.txt"), "txt/p225/p225_1.txt"),
     "LibriSpeech": (written("84/1/84-1-0.flac", "84/1/84-1-1.flac", "84/1/84-1.trans.txt"), "84/1/84-1.trans.txt"),
@@ -701,6 +711,7 @@ def test_layout_of_several_formats_opens_with_a_format_or_setting(root: Path) ->
             r"1 split, train\. Read the folder of one, such as train",
         ),
         (written(".DS_Store", "Thumbs.db"), r"no \.tar file in this folder"),
+        (written("a.tfrecord-00000-of-00002", "a.tfrecord-00001-of-00002"), r"is not read here .a\.tfrecord-00000-of"),
     ],
 )
 def test_what_is_not_read_is_one_error_that_says_what_to_do(
@@ -719,10 +730,20 @@ def test_links_to_images_elsewhere_are_an_error_that_says_so(root: Path) -> None
         sp.open_dataset(root)
 
 
-@pytest.mark.parametrize("name", ["_delta_log/00000000000000000000.json", "metadata/v1.metadata.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_delta_log/00000000000000000000.json",
+        "_delta_log/00000000000000000010.checkpoint.parquet",
+        "tables/a/metadata/v1.metadata.json",
+        "metadata/v1.metadata.json",
+        ".hoodie/hoodie.properties",
+        "snapshot/snapshot-1",
+    ],
+)
 def test_files_with_rows_of_older_versions_are_an_error(root: Path, name: str) -> None:
     both(parquet, written(name))(root)
-    with pytest.raises(sp.ShardError, match=r"a table of (Delta Lake|Apache Iceberg), whose files have rows of older"):
+    with pytest.raises(sp.ShardError, match=r"a table of (Delta Lake|Apache \w+), whose files have rows of older"):
         sp.open_dataset(root)
 
 
@@ -732,3 +753,102 @@ def test_ignored_table_next_to_photos_is_a_warning(tmp_path: Path, caplog: pytes
     assert [sample.key for sample in sp.open_dataset(tmp_path)] == ["cat"]
     assert f"{tmp_path}: notes.jsonl is not read" in caplog.text and "Name it alone" in caplog.text
     assert sp.open_dataset(tmp_path / "notes.jsonl")[0].json() == {"a": 1}
+
+
+UNREAD: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "an archive beside tars": (both(tar, written("images.zip")), "tar", "images.zip is"),
+    "another archive beside tars": (both(tar, written("b.7z")), "tar", "b.7z is"),
+    "an archive beside Parquet": (both(parquet, written("images.zip")), "parquet", "images.zip is"),
+    "an archive beside JSONL": (both(jsonl, written("data.zip")), "jsonl", "data.zip is"),
+    "an archive beside CSV": (both(table, written("images.zip")), "csv", "images.zip is"),
+    "an archive beside the images of it": (both(images, written("images.zip")), "folder", "images.zip is"),
+    "an archive beside MDS": (
+        lambda root: (write_captioned_mds(root, 5), written("a.zip")(root))[1],
+        "mds",
+        "a.zip is",
+    ),
+    "a compressed tar beside Parquet": (both(parquet, written("images.tar.gz")), "parquet", "images.tar.gz is"),
+    "compressed JSONL beside CSV": (both(table, written("b.jsonl.gz")), "csv", "b.jsonl.gz is"),
+    "records of TensorFlow beside tars": (both(tar, written("a.tfrecord")), "tar", "a.tfrecord is"),
+    "features beside images": (both(images, written("features.h5")), "folder", "features.h5 is"),
+    "labels of MATLAB beside images": (both(images, written("labels.mat")), "folder", "labels.mat is"),
+    "a script beside images": (both(images, written("load.py")), "folder", "load.py is"),
+    "a database beside Parquet": (both(parquet, written("a.sqlite")), "parquet", "a.sqlite is"),
+    "CSV beside Parquet": (both(parquet, named(table, "labels.csv")), "parquet", "labels.csv is"),
+    "a list of JSON beside Parquet": (both(parquet, files(a_dot_json='[{"a": 1}]')), "parquet", "a.json is"),
+    "CSV beside JSONL": (both(jsonl, table), "jsonl", "data.csv is"),
+    "arrays beside Parquet": (both(parquet, written("a.npy", "b.npy")), "parquet", "a.npy, b.npy are"),
+    "Parquet beside tars": (both(tar, parquet), "tar", "part-0.parquet is"),
+    "a table of the samples beside tars": (both(tar, named(table, "en/train.tsv")), "tar", "en/train.tsv is"),
+    "images beside tars": (both(named(tar, "0.tar", "1.tar"), written("x/a.jpg")), "tar", "x/a.jpg is"),
+    "ids of images": (both(images, files(labels_dot_csv="id,breed\n0,a\n1,b\n")), "folder", "labels.csv is"),
+    "two of the three tables": (
+        both(label_table, named(table, "classes.csv"), named(table, "more.csv")),
+        "csv",
+        "classes.csv, more.csv are",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_data_that_is_not_read_is_one_warning(name: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer, kind, unread = UNREAD[name]
+    writer(root)
+    assert find_source(str(root)).format.name == kind
+    (text,) = [record.getMessage() for record in caplog.records if "not read beside" in record.getMessage()]
+    assert text.startswith(f"{root}: {unread} not read beside the {kind} files. Name it alone to read it, or unpack it")
+    if kind == "folder":
+        assert text.endswith(", or name media such as 0.jpg in a field file_name")
+        assert [sample.key for sample in sp.open_dataset(root)] == ["0", "1", "2"]
+    caplog.clear()
+    assert find_source(str(root), format=kind).format.name == kind
+    assert "not read beside" not in caplog.text, "the user named the format"
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [
+        both(tar, PEOPLE, written("0.tar.md5", "00000_stats.json"), named(parquet, "00000.parquet")),
+        img2dataset_files,
+        both(images, PEOPLE, written(".DS_Store")),
+        both(parquet, lambda root: write(root, LOGO)),
+        both(parquet, files(dataset_info_dot_json="{}", _SUCCESS="")),
+        metadata("parquet"),
+        kaldi(),
+        shar,
+        megatron,
+    ],
+)
+def test_files_about_a_dataset_are_no_warning(
+    writer: Callable[[Path], None], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer(root)
+    find_source(str(root))
+    assert "not read" not in caplog.text
+
+
+@pytest.mark.parametrize(("writer", "kind"), [(tar, "tar"), (parquet, "parquet"), (images, "folder"), (table, "csv")])
+def test_data_that_is_not_read_and_has_most_of_the_bytes_is_an_error(
+    writer: Callable[[Path], None], kind: str, root: Path
+) -> None:
+    writer(root)
+    size = sum(path.stat().st_size for path in root.iterdir())
+    (root / "more.zip").write_bytes(bytes(2 * size))
+    assert find_source(str(root)).format.name == kind
+    (root / "more.zip").write_bytes(bytes(2 * size + 1))
+    match = rf'more\.zip is not read beside the {kind} files, but has most of the bytes.*pass format="{kind}"$'
+    with pytest.raises(sp.ShardError, match=match):
+        sp.open_dataset(root)
+    assert len(sp.open_dataset(root, format=kind)) == 3
+
+
+def test_each_name_is_split_twice_at_most_to_recognize_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = list[str]()
+    for function in ("suffix_of", "stem_of"):
+        original = getattr(sample_names, function)
+        for module in (sample_names, formats):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, lambda name, to=original: (split.append(name), to(name))[1])
+    names = sample_names.FileNames(f"{n}.{end}" for n in range(1000) for end in ("jpg", "txt"))
+    assert formats.recognize(names, dict.fromkeys(formats.wanted(names), b"")).format.name == "folder"
+    assert len(split) <= 2 * len(names.all) + 100

@@ -87,10 +87,10 @@ class Unmapped(sp.TaskEncoder):
 @pytest.mark.parametrize("global_rng", [None, False])
 @few_examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), kinds=st.sampled_from(["ii", "iisn", "iise", "iif", "iisefnt"]))
-def test_a_mapped_row_has_the_items_counts_and_states_of_single_calls(
+def test_a_mapped_series_has_the_items_counts_and_states_of_single_calls(
     mapped_folder: str, global_rng: bool | None, seed: int, kinds: str
 ) -> None:
-    """Results are an int, a str, a Skip, an error, None, an iterator, or a draw, mostly after some rows of ints."""
+    """Results are an int, a str, a Skip, an error, None, an iterator, or a draw, mostly after some series of ints."""
     calls: Counter[int] = Counter()
 
     def function(sample: sp.Sample) -> Any:
@@ -135,7 +135,7 @@ def mapped_folder(tmp_path_factory: Any) -> str:
     return str(folder)
 
 
-def test_a_mapped_row_calls_its_function_once_for_each_sample(mapped_folder: str) -> None:
+def test_a_mapped_series_calls_its_function_once_for_each_sample(mapped_folder: str) -> None:
     calls: list[int] = []
 
     def function(sample: sp.Sample) -> int:
@@ -145,7 +145,7 @@ def test_a_mapped_row_calls_its_function_once_for_each_sample(mapped_folder: str
     reader = sp.TarShardReader(mapped_folder, sp.Lane(seed=3), epochs=1, shuffle=False)
     stage: Any = sp.Encode(reader, MappedFunction(".map", function, global_rng=False), check=0.0)
     first = stage.take(40)
-    stage._take_samples = None  # later rows are mapped
+    stage._take_samples = None  # later series are mapped
     assert [each.value for each in first + stage.take(100)] == calls == [*range(140)]
 
 

@@ -521,9 +521,9 @@ def test_any_draw_and_any_seed_moves_a_state(draw: Callable[[], Any]) -> None:
     with global_rng.as_in_a_worker(set(global_rng.KINDS)):
         for _ in range(2):  # a constant seed leaves the second time what it found
             seeding = Seeding("f", None, in_thread=False)
-            with pytest.raises(global_rng.DrawFound), seeding.row(16):
+            with pytest.raises(global_rng.DrawFound), seeding.series(16):
                 draw()
-            with seeding.row(16) as seed:
+            with seeding.series(16) as seed:
                 assert seed is not None
 
 

@@ -27,7 +27,7 @@ class FakeBackend:
     """
 
     def __init__(self, lengths: list[int] | None = None, capacity: int = 0) -> None:
-        self.fault, self.capacity = "", capacity
+        self.shard_error, self.capacity = "", capacity
         self.calls: list[str] = []
         self.fails: Callable[[], object] = lambda: None
         self._lengths = lengths
@@ -35,16 +35,16 @@ class FakeBackend:
         self._answers: dict[int, Delivery] = {}
         self._tickets = 0
 
-    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
+    def request(self, lane: int, state: bytes, kind: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> int:
         at = self._lanes.setdefault(lane, unpack_state(state, LaneState, "lane"))
         length = None if self._lengths is None else self._lengths[lane]
-        batch = (at.epoch, lane, at.batches) if want == "batch" else None
-        dry = want != "peek" and length is not None and at.batches >= length
-        done = at.batches + (want != "peek" and not dry)
+        batch = (at.epoch, lane, at.batches) if kind == "batch" else None
+        exhausted = kind != "peek" and length is not None and at.batches >= length
+        done = at.batches + (kind != "peek" and not exhausted)
         more = length is None or done < length
         self._lanes[lane] = LaneState(lane, at.epoch, done, more, facts=facts.digest)
         self._tickets += 1
-        self._answers[self._tickets] = Delivery(batch, pack_state(self._lanes[lane]), more, dry)
+        self._answers[self._tickets] = Delivery(batch, pack_state(self._lanes[lane]), more, exhausted)
         return self._tickets
 
     def answer(self, ticket: int) -> Delivery:

@@ -20,11 +20,11 @@ from typing import Any
 
 import savable_pipeline as sp
 from savable_pipeline.core.lane import PinnedShards
-from savable_pipeline.run.engine.connection import STARTED, Ended, WorkerAnswer
+from savable_pipeline.run.engine.connection import STARTED, WorkerAnswer, WorkerEnd
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob, Request, WorkerStatus
 from savable_pipeline.run.engine.worker_main import answer_request
-from savable_pipeline.run.transport.status_page import begin_request, read_status
+from savable_pipeline.run.transport.status_page import read_status, start_request
 
 TROUBLES = ("late", "twice", "lost", "silent", "dead", "dies later", "cannot be ended")
 
@@ -81,7 +81,7 @@ class World:
 class FakeConnection:
     """Connection to a fake worker of a `World`."""
 
-    viewed = 0
+    viewed_batches = 0
 
     def __init__(self, world: World, host: FakeHost, name: str, job: LaneJob, pinned: PinnedShards) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class FakeConnection:
         self._there, self._back = 0.0, 0.0  # times at which the last message of each direction arrives
         self._arrived: list[tuple[int, WorkerAnswer]] = []
         self._words = memoryview(bytearray(64)).cast("Q")
-        begin_request(self._words, 0)
+        start_request(self._words, 0)
         self._runner = LaneRunner(
             job, shared=world.shared, status=self._words, pinned=dict(pinned),
         )  # fmt: skip
@@ -121,7 +121,7 @@ class FakeConnection:
     def _report_end(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self._host.ended.append(Ended(self, "ended by signal SIGKILL"))
+            self._host.ended.append(WorkerEnd(self, "ended by signal SIGKILL"))
 
     def _receive_answer(self, message: tuple[int, WorkerAnswer]) -> None:
         self._arrived.append(message)
@@ -141,7 +141,7 @@ class FakeConnection:
         if self._alive and not self._busy and self._requests:
             self._busy = True
             request = self._requests.popleft()
-            begin_request(self._words, request.number)
+            start_request(self._words, request.number)
             self._world.call_later(0.001 + 0.05 * self._world.draw.random(), lambda: self._finish_request(request))
 
     def _finish_request(self, request: Request) -> None:
@@ -164,7 +164,7 @@ class FakeConnection:
     def has_checked(self) -> bool:
         return self._checked
 
-    def fault(self) -> str:
+    def shard_error(self) -> str:
         return ""
 
     def working_on(self) -> WorkerStatus:
@@ -187,7 +187,7 @@ class FakeHost:
     """A host that starts fake workers, and advances the virtual clock while it waits."""
 
     def __init__(self, world: World, job: LaneJob) -> None:
-        self.ended: list[Ended] = []
+        self.ended: list[WorkerEnd] = []
         self.heard: set[FakeConnection] = set()
         self._world, self._job = world, job
         self._workers: list[FakeConnection] = []
@@ -203,7 +203,7 @@ class FakeHost:
         self._workers.append(made)
         return made
 
-    def wait(self, seconds: float) -> tuple[list[FakeConnection], list[Ended]]:
+    def wait(self, seconds: float) -> tuple[list[FakeConnection], list[WorkerEnd]]:
         until = self._world.now + (max(seconds, 1e-6) if seconds else 0.0)  # a shorter wait would not advance the clock
         self._world.run_until(until, lambda: bool(self.heard or self.ended))
         heard, ended, self.ended = [each for each in self._workers if each in self.heard], self.ended, []

@@ -93,19 +93,16 @@ class Dataset:
         """
         read, array = self.read, self.array
 
-        def timed_read(*address: Any) -> bytes:
-            start = time.perf_counter_ns()
-            data = read(*address)
-            note(len(data), time.perf_counter_ns() - start)
-            return data
+        def timed(method: Callable[..., Any], size_of: Callable[[Any], int]) -> Callable[..., Any]:
+            def call(*address: Any) -> Any:
+                start = time.perf_counter_ns()
+                data = method(*address)
+                note(size_of(data), time.perf_counter_ns() - start)
+                return data
 
-        def timed_array(*address: Any) -> Any:
-            start = time.perf_counter_ns()
-            data = array(*address)
-            note(data.nbytes, time.perf_counter_ns() - start)
-            return data
+            return call
 
-        self.read, self.array = timed_read, timed_array
+        self.read, self.array = timed(read, len), timed(array, lambda data: data.nbytes)
         try:
             yield
         finally:
@@ -191,9 +188,7 @@ class Dataset:
 
         An error of the whole dataset has no name.
         """
-        return self._faults + [
-            (self.entries.names[shard], fault) for shard, fault in sorted(self.entries.faults.items())
-        ]
+        return self._faults + [(self.entries.names[n], fault) for n, fault in sorted(self.entries.faults.items())]
 
     @cached_property
     def field_map(self) -> FieldMap:

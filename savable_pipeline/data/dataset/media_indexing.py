@@ -73,9 +73,7 @@ def index_media(
 def reject_remote(files: Shards) -> None:
     """Raise `ShardError` for remote files."""
     if is_remote(files):
-        raise ShardError(
-            f"{files}: `savable index --media` reads local files. Run it there, and upload its table to {META}"
-        )
+        raise ShardError(f"{files}: `savable index --media` reads local files. Run it there, and upload {META}")
 
 
 def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProgress) -> None:

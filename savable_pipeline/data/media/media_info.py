@@ -121,7 +121,7 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
 
     The second value says whether it is a long video with a single keyframe.
 
-    Raises ImportError without PyAV. Errors of reading the file pass.
+    Raises ImportError without PyAV, and what reading `file` raises.
     """
     try:
         with open_container(file, "") as container:

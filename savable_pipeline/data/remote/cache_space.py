@@ -40,9 +40,7 @@ def cache_folder(folder: str | os.PathLike[str] | None) -> Path:
         return private_folder(Path(chosen).absolute() / str(os.geteuid()))
     cache = user_cache()
     if cache is None:
-        raise ValueError(
-            "this user has no home folder for the cache of remote shards. Pass cache=, or set SAVABLE_CACHE"
-        )
+        raise ValueError("this user has no home folder for a cache of remote shards. Pass cache=, or set SAVABLE_CACHE")
     return private_folder((cache / "savable_pipeline" / "shards").absolute() / str(os.geteuid()))
 
 

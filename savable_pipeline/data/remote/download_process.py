@@ -434,7 +434,7 @@ def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return error
     except OSError as error:
         return RemoteError(
-            f"{error.filename or 'the cache'}: {error.strerror or error}. Check the disk, or set SAVABLE_CACHE"
+            f"{error.filename or 'the cache'}: {error.strerror or error}. Check the disk or SAVABLE_CACHE"
         )
     except Exception as error:
         return RemoteError(f"the download failed: {type(error).__name__}: {error}")

@@ -53,13 +53,13 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         Raises `ShardError` for a zero byte.
         """
         names, sizes, stamps = bytearray(), array("q"), bytearray()
-        last, in_order = "", True
+        previous, in_order = "", True
         for name, size, stamp in objects:
             names += _zero_terminated(name)
             sizes.append(size)
             stamps += _zero_terminated(stamp)
-            in_order &= last <= name
-            last = name
+            in_order &= previous <= name
+            previous = name
         listing = cls(bytes(names), sizes.tobytes(), bytes(stamps))
         return listing if in_order else cls.of(sorted(listing))
 
@@ -77,6 +77,7 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         """Return the names."""
         return _texts(self.names)
 
+    @cached_property
     def stamp_texts(self) -> ShardNames:
         """Return the stamps."""
         return _texts(self.stamps)
@@ -84,15 +85,11 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
     def find(self, name: str) -> tuple[int, str] | None:
         """Return size and stamp of the object with this name, or None."""
         number = self._numbers_by_name.get(name)
-        return None if number is None else (int(self.sizes_in_bytes()[number]), self._stamps[number])
+        return None if number is None else (int(self.sizes_in_bytes()[number]), self.stamp_texts[number])
 
     @cached_property
     def _numbers_by_name(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.texts())}
-
-    @cached_property
-    def _stamps(self) -> ShardNames:
-        return self.stamp_texts()
 
     def only(self, matches: Callable[[str], bool]) -> Listing:
         """Return the objects whose name `matches`."""

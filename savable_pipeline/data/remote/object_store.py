@@ -461,9 +461,7 @@ def _length_error(found: Any, url: str, sent: str) -> Exception:
     encoding = found.attributes.get("Content-Encoding")
     if encoding in (None, "", "identity"):
         return WrongAnswerError(f"the server sent {sent}")
-    return RemoteError(
-        f"{url}: the server sent {sent}, compressed as {encoding}. Have it send files without Content-Encoding"
-    )
+    return RemoteError(f"{url}: the server sent {sent}, compressed as {encoding}. Turn off Content-Encoding")
 
 
 def _other_version(root: str, name: str) -> ShardError:

@@ -320,7 +320,7 @@ def _open_job_session() -> Session:
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
         found = _job_sessions[os.getpid()] = Session(root, cache_bytes(None, root))
-        found.connected()
+        found.connected()  # starts the downloading process
     return found
 
 

@@ -139,7 +139,7 @@ def _below(root: str, session: Session) -> RemoteShards | None:
     if root.startswith("http"):
         return RemoteShards.named(root, [], whole=True)
     found = session.listing(root).only(lambda name: not paths.is_hidden_path(name))
-    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts(), whole=True) if found else None
+    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts, whole=True) if found else None
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:

@@ -27,7 +27,7 @@ from savable_pipeline.core.files import regular_file, replacing, retry, user_cac
 
 IN_MEMORY_BYTES = 4 << 20  # larger files are mapped instead of read
 _HEAD = 24  # first bytes of a file, which differ between versions: an index starts with its checksum
-_COPY_BYTES = 1 << 22  # bytes to copy at a time
+_COPY_BYTES = 1 << 18  # bytes to copy at a time
 _BUFFER = 1 << 16  # bytes that small reads share; longer reads bypass this buffer
 
 

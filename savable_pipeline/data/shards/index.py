@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar, Protocol, TypeAlias, cast
+from typing import IO, Any, BinaryIO, ClassVar, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -46,10 +46,10 @@ ReadBytes: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `
 INDEX_MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
-PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
+PARTS = "parts"  # name of a file beside an index in the cache that has only some of its rows: see `IndexParts`
 _FIRST = 24  # bytes before the header, the last 8 of which are its length
 _ALIGN = 64
-_BLOCK = 1 << 22  # bytes to copy at a time
+_BLOCK = 1 << 18  # bytes to copy at a time
 PER_SHARD = 6  # numbers of each shard: ends … counts
 _NUMBER = 8  # bytes of each of these numbers
 
@@ -78,41 +78,26 @@ class ShardTable(msgspec.Struct):
     note: str = ""
 
 
-class RowsWriter(Protocol):
-    """Collects the rows of files in order, and writes them into an index.
-
-    `new_file` returns a file without a name.
-    """
-
-    def __init__(self, new_file: Callable[[], IO[bytes]], /) -> None: ...
-
-    def add(self, rows: bytes, /) -> tuple[int, int]:
-        """Add the rows of the next file, and return their number and checksum."""
-
-    def format_data(self) -> bytes:
-        """Return the format's data about all files."""
-
-    def write(self, file: BinaryIO, /) -> None:
-        """Write all rows, as arrays that each start at a multiple of 8 bytes."""
-
-
 class BlobWriter:
-    """Writer of the rows of a `BlobIndex`."""
+    """Collects the rows of files in order, and writes them into a `BlobIndex`.
+
+    Another index has a subclass. `new_file` returns a file without a name.
+    """
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
         self._blob = new_file()
 
     def add(self, rows: bytes) -> tuple[int, int]:
-        """See `RowsWriter.add`."""
+        """Add the rows of the next file, and return their number and checksum."""
         self._blob.write(rows)
         return len(rows) // 8, check_of(np.frombuffer(rows, "<u8"))
 
     def format_data(self) -> bytes:
-        """Return nothing, because a blob has no data about all files."""
+        """Return the format's data about all files. Blobs have none."""
         return b""
 
     def write(self, file: BinaryIO) -> None:
-        """See `RowsWriter.write`."""
+        """Write all rows, as arrays that each start at a multiple of 8 bytes."""
         write_aligned(file, blocks_of(self._blob, "<u8"))
 
 
@@ -123,11 +108,12 @@ class ShardIndex(ABC):
     checksum of header and shards. `kind` is the name of the format, and a `writer` writes the rows.
     """
 
-    writer: ClassVar[type[RowsWriter]] = BlobWriter
+    writer: ClassVar[type[BlobWriter]] = BlobWriter
 
     def __init__(self, path: Path, kind: str) -> None:
-        in_parts = path.with_name(PARTS).exists()  # a downloading process may still write rows into it
-        self.file = with_handles(lambda: WholeFile(path, mapped=in_parts))
+        # Rows that a downloading process adds to a partly cached index must appear here, so it is mapped.
+        is_partly_cached = path.with_name(PARTS).exists()
+        self.file = with_handles(lambda: WholeFile(path, mapped=is_partly_cached))
         self.view = self.file.view
         self.header, self.identity, self.shards, self.checks, counts, self.begin = _read_header(path, self.view)
         if self.header.kind != kind:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _IN_MEMORY = 1 << 20  # bytes; more numbers are in a file
 _BUFFERED = 4096  # numbers to write together
-_BLOCK = 1 << 18  # numbers that are compared together
+_BLOCK = 1 << 15  # numbers that are compared together
 
 
 class NumberSpool:

@@ -111,6 +111,10 @@ class ListedFiles:
                 found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
         return found
 
+    def sizes_of(self, names: Iterable[str]) -> Iterator[int]:
+        """Yield the size of each existing file, in bytes."""
+        return (path.stat().st_size for path in map(self.root.joinpath, names) if path.exists())
+
     def _opened(self, name: str) -> BinaryIO:
         return open(self.root / name, "rb", opener=regular_file)
 
@@ -158,9 +162,7 @@ def list_files(files: Shards) -> ListedFiles:
 def _listed_below(root: Path) -> ListedFiles:
     """List a folder. A relative path becomes absolute, so that it survives a change of the working folder."""
     found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
-    for folder, folders, files in os.walk(
-        root, onerror=lambda error: found.unlistable.append(_unlistable_error(error))
-    ):
+    for folder, folders, files in os.walk(root, onerror=lambda e: found.unlistable.append(_unlistable_error(e))):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(folder, root)
         found.folders.append(below)
@@ -174,8 +176,15 @@ def _listed_below(root: Path) -> ListedFiles:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is hidden, or of a file of a desktop or a tool."""
-    return name.startswith(".") or name in _TOOL_NAMES or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    """Return whether a name is hidden, or of a file of a desktop or a tool.
+
+    `.hoodie` is not, because it shows that a folder is a table of Apache Hudi.
+    """
+    return (
+        (name.startswith(".") and name != ".hoodie")
+        or name in _TOOL_NAMES
+        or (name.startswith(_LEFTOVERS) and name.endswith(".arrow"))
+    )
 
 
 def is_hidden_path(name: str) -> bool:

@@ -29,6 +29,7 @@ from savable_pipeline.data.shards.byte_source import ByteSource
 from savable_pipeline.data.shards.index import (
     TAR,
     BlobIndex,
+    BlobWriter,
     Header,
     ReadBytes,
     ShardIndex,
@@ -101,7 +102,7 @@ class TarIndexHeader(msgspec.Struct, array_like=True):
     links: dict[int, Links] = {}  # by number of the shard, if it has links
 
 
-class TarWriter:
+class TarWriter(BlobWriter):
     """Writer of the rows of a `TarIndex`."""
 
     def __init__(self, new_file: Callable[[], IO[bytes]]) -> None:
@@ -112,7 +113,7 @@ class TarWriter:
         self._wide = False
 
     def add(self, rows: bytes) -> tuple[int, int]:
-        """See `RowsWriter.add`."""
+        """See `BlobWriter.add`."""
         found = msgspec.msgpack.decode(rows, type=TarColumns)
         numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
         starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
@@ -130,13 +131,13 @@ class TarWriter:
         return len(starts), check_of(starts, layout_of, sizes)
 
     def format_data(self) -> bytes:
-        """See `RowsWriter.format_data`."""
+        """See `BlobWriter.format_data`."""
         return msgspec.msgpack.encode(
             TarIndexHeader(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
         )
 
     def write(self, file: BinaryIO) -> None:
-        """See `RowsWriter.write`."""
+        """See `BlobWriter.write`."""
         write_aligned(file, blocks_of(self._starts, "<u8"))
         if len(self._layouts) > 1:
             write_aligned(file, blocks_of(self._layout_of, "<u4"))

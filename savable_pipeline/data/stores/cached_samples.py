@@ -233,11 +233,14 @@ class LongSamples:
         return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
-        """Start to download these samples, if any long part was read whole before."""
+        """Start to download these samples, if a long part was read whole before.
+
+        Otherwise only some bytes of each may be needed.
+        """
         for row in rows.tolist() if self.read_whole else ():
-            extent = np.array(self._cached.extent(row, row + 1))
+            begin, end = self._cached.extent(row, row + 1)
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
-            self._blocks.prefetch_bytes(shard, extent[:1], extent[1:])
+            self._blocks.prefetch_bytes(shard, np.array([begin]), np.array([end]))
 
     def _extent(self, row: int, extension: str) -> tuple[int, int]:
         """Return offset and size of a part that is read whole."""

@@ -30,7 +30,7 @@ from savable_pipeline.core.wording import counted
 from savable_pipeline.data.shards.byte_source import ByteSource, RecordError, SourceFile
 from savable_pipeline.data.shards.index import FileBlob
 from savable_pipeline.data.shards.number_spool import NumberSpool
-from savable_pipeline.data.stores.sample_names import suffix_of
+from savable_pipeline.data.stores.sample_names import is_media_file, suffix_of
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, TableStore, folders_in, is_file, is_url, text_format
 
 _SEPARATORS = ",;\t|"
@@ -153,9 +153,7 @@ def named(header: Row) -> Row:
 def reject_row(name: str, values: Iterable[str]) -> None:
     """Raise ValueError if there are `values` that only a row has in the first line."""
     if value := next(iter(values), None):
-        raise ValueError(
-            f"{name}: the first line has {value!r}, not column names. Put a line such as image,caption before it"
-        )
+        raise ValueError(f"{name}: the first line has {value!r}, not column names. Add a line such as image,caption")
 
 
 def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int, int, Row]]:
@@ -179,9 +177,7 @@ def _rows(text: Iterable[str], name: str, *, plain: bool) -> Iterator[tuple[int,
             if row:
                 tabs = len(row) - 1 if tabs < 0 else tabs
                 yield begin, number, row
-            begin += sum(
-                len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape")) for line in lines
-            )
+            begin += sum(len(line) if line.isascii() else len(line.encode("utf8", "surrogateescape")) for line in lines)
             number += len(lines)
             lines.clear()
     except UnicodeEncodeError as error:
@@ -249,7 +245,7 @@ class CsvStore(TableStore):
 
     def _cells(self, shard: int, raw: bytes, begin: int) -> tuple[Row, bytes]:
         """Return the cells of a row and its JSON. Raises `RecordError`, `ShardError`."""
-        header = self._known.get(shard) or self._headers(shard)
+        header = self._known_headers.get(shard) or self._headers(shard)
         try:
             with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
                 (row,) = csv_rows([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
@@ -265,7 +261,7 @@ class CsvStore(TableStore):
         return row, f"{{{', '.join(cells)}}}".encode()
 
     def _headers(self, shard: int) -> _Header:
-        found = self._known.get(shard)
+        found = self._known_headers.get(shard)
         if found is None:
             head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
             lines = list(io.StringIO(head.decode(), newline=""))
@@ -274,11 +270,11 @@ class CsvStore(TableStore):
             with _wide_fields():
                 columns = named(next(row for row in csv_rows(lines, separator, plain=plain) if row))
             names = [f"{encode_basestring(name)}: " for name in columns]
-            found = self._known[shard] = _Header(columns, names, separator, plain)
+            found = self._known_headers[shard] = _Header(columns, names, separator, plain)
         return found
 
     @cached_property
-    def _known(self) -> dict[int, _Header]:
+    def _known_headers(self) -> dict[int, _Header]:
         return {}
 
 
@@ -291,10 +287,10 @@ def file_columns(store: CsvStore, name: str) -> tuple[list[str], list[str], str]
     of its non-empty cells are paths of files. Messages call the table `name`. Raises ValueError if the name of a column
     is the path of a file.
     """
-    root, rows = store.root_of(0), list(_first_rows(store))
-    if not root:
-        return [*FILE_FIELDS], [], ""
-    header = store.header(0)
+    root, rows, header = store.root_of(0), list(_first_rows(store)), store.header(0)
+    if not root:  # a remote table: a row that names media is an error, because they are not read
+        texts = [(c, row[c] or "") for row in rows[:16] for c in header]
+        return [*dict.fromkeys([*FILE_FIELDS, *(c for c, t in texts if is_media_file(t) and not is_url(t))])], [], ""
     reject_row(name, (cell for cell in header if is_file(root, cell)))
     cells = {column: [cell for row in rows if (cell := row[column])] for column in header}
     paths = {column: [cell for cell in cells[column] if not is_url(cell)] for column in header}

@@ -44,7 +44,7 @@ from savable_pipeline.data.shards.paths import ALL, PACKED_TARS, TARS_END, Shard
 from savable_pipeline.data.shards.shard_list import Rows, ShardEntry, ShardList, ShardNames
 from savable_pipeline.data.shards.tar import is_metadata, split_name
 from savable_pipeline.data.stores.record_store import RecordStore
-from savable_pipeline.data.stores.sample_names import Classes, Reject, no_samples, outside, parts_fault, printable
+from savable_pipeline.data.stores.sample_names import Classes, FileNames, Reject, outside, parts_fault, printable
 from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
@@ -261,7 +261,7 @@ class _Walk:
 def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
     began, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
     found = [*walk.files()]
-    others = no_samples(name for name, _, _ in found)
+    others = FileNames(name for name, _, _ in found).no_samples()
     rejected: list[Reject] = []
     walk.hidden += len(others)
     samples = _samples([each for each in found if each[0] not in others], rejected, key_end_last)

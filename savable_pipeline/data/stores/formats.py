@@ -27,13 +27,12 @@ import itertools
 import json
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from savable_pipeline.core.wording import counted, listed
 from savable_pipeline.data.shards.index import Format
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, LARGEST_INDEX
+from savable_pipeline.data.shards.paths import LARGEST_INDEX
 from savable_pipeline.data.stores.arrow import ARROW
 from savable_pipeline.data.stores.csv_table import CSV, as_fields, csv_rows, quotes_are_text, separator_of
 from savable_pipeline.data.stores.folder_store import FOLDER
@@ -43,43 +42,32 @@ from savable_pipeline.data.stores.lerobot import INFO, LEROBOT
 from savable_pipeline.data.stores.parquet import PARQUET, PARQUET_OF_FILES
 from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
-from savable_pipeline.data.stores.sample_names import is_for_people, is_media_file, lone, no_samples, stem_of, suffix_of
+from savable_pipeline.data.stores.sample_names import OTHER, TABLES, FileNames, is_for_people, is_media_file, stem_of
 from savable_pipeline.data.stores.shar import SHAR
 from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
 FORMATS = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER)
-OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
-CONTAINERS = {
-    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
-    **dict.fromkeys((".h5", ".hdf5", ".lmdb", ".mdb", ".tfrecord", ".tfrecords", ".beton", ".rec"), OTHER),
-    **dict.fromkeys((".db", ".sqlite", ".zarr"), OTHER),
-    LANCE: LANCE_CURE,
-    **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
-    **dict.fromkeys((".orc", ".avro", ".bag", ".mcap"), OTHER),
-    ".mds": "name the folder with its index.json",
-}
-"""Files of many samples that no format reads, and what to do with them."""
 _USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
 _METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}  # formats by the first bytes of a file
 # prefixes of the names of images that a README shows, which are no samples
 _SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
-_VERSIONED_TABLES = {  # metadata of tables, whose folders also have files of older versions
-    re.compile(r"(?:.*/)?_delta_log/[^/]*\.json"): "Delta Lake",
-    re.compile(r"(?:.*/)?metadata/[^/]*\.metadata\.json"): "Apache Iceberg",
+_VERSIONED_TABLES = {  # in the names of metadata of tables, whose folders also have files of older versions
+    "_delta_log/": "Delta Lake",
+    ".metadata.json": "Apache Iceberg",
+    ".hoodie/": "Apache Hudi",
+    "snapshot/snapshot-": "Apache Paimon",
 }
 _ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
-_WORDS = re.compile(rb"[^\s\"',:;|#/\[\]{}]+")
 _INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
-_COCO = re.compile(rb'\s*\{[^[]*"(?:images|annotations|categories|info)"\s*:')
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
 
 class Recognized(NamedTuple):
-    """A format, its files, the settings of its store, and tables that are skipped."""
+    """A format, its files, the settings of its store, and other data that is not read."""
 
     format: Format
     files: list[str]
@@ -95,27 +83,25 @@ def format_named(name: str) -> Format:
     return found
 
 
-def wanted(names: Sequence[str]) -> dict[str, int]:
+def wanted(names: FileNames) -> dict[str, int]:
     """Return the files whose first bytes `recognize` needs, and how many bytes.
 
     Args:
         names: The names of all files, relative to the folder that was named.
     """
-    endings = {*map(suffix_of, names)}
     markers = {marker for form in FORMATS for marker in form.markers}
-    texts = _select(names, endings, JSON.suffixes)
+    texts = names.ending(JSON.suffixes)
     found = {name: LARGEST_INDEX for name in texts if name in markers}
-    if any(map(TARS.has, endings)):
+    if names.ending(TARS.suffixes):
         return found
-    if any(map(is_media_file, endings)):
-        texts += _select(names, endings, (*JSONL.suffixes, *CSV.suffixes))
-        found |= dict.fromkeys(sorted(_tables(_select(names, endings, (".txt",)), names))[:_INSPECTED], _HEAD)
-    alone = _tables(texts, names) or _bare(names)
-    return {**dict.fromkeys(sorted(alone)[:_INSPECTED], _HEAD), **found}
+    if names.media:
+        texts += names.ending((*JSONL.suffixes, *CSV.suffixes))
+    tables = names.lone(texts) or _bare(names)
+    return {**dict.fromkeys(sorted(tables)[:_INSPECTED], _HEAD), **found}
 
 
 def recognize(
-    names: Sequence[str], heads: Mapping[str, bytes], *, format: str = "", settings: Collection[str] = ()
+    names: FileNames, heads: Mapping[str, bytes], *, format: str = "", settings: Collection[str] = ()
 ) -> Recognized:
     """Return the format of files, and which of them it reads.
 
@@ -128,88 +114,90 @@ def recognize(
     Raises:
         ValueError: It could be several, or a marker says what cannot be read. The message names no folder.
     """
+    found = _chosen(names, heads, format, settings)
+    return found if format else _with_unread(found, names, heads)
+
+
+def _with_unread(found: Recognized, names: FileNames, heads: Mapping[str, bytes]) -> Recognized:
+    """Add the files with data of other formats, which are not read.
+
+    A format with markers, or with a characteristic file, may use files of any suffix.
+    """
+    form, unread = found.format, {*names.containers}
+    if form is FOLDER:
+        unread = names.unread_with_media()
+    elif form.claims is None and form.choose is None:
+        unread.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
+        unread.update(names.lone(names.ending(TABLES)), names.lone(names.ending(TOKENS.suffixes)))
+        unread.update(name for name, head in heads.items() if _LIST.match(head))
+        unread.update(name for name in names.media if form is TARS and not name.lower().startswith(_SHOWN))
+    return found._replace(unread=sorted(unread.difference(found.files)))
+
+
+def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings: Collection[str]) -> Recognized:
+    """Return what `recognize` returns, without the files that are not read."""
     for form in FORMATS:
         claims = form.claims if not heads.keys().isdisjoint(form.markers) else None
         if claims is not None and format in ("", form.name, form.reader) and claims(heads):
-            return Recognized(form, form.files(names, heads))
+            return Recognized(form, form.files(names.all, heads))
     if format:
         form = format_named(format)
-        return Recognized(form, form.files(names, heads))
+        return Recognized(form, form.files(names.all, heads))
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
-    text, endings = "\n".join(names), {*map(suffix_of, names)}
+    text, tars = "\n".join(names.all), sorted(names.ending(TARS.suffixes))
     for form in FORMATS:
-        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names)):
-            if rest := [name for name in _select(names, endings, TARS.suffixes) if name not in files]:
+        if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names.all)):
+            if rest := [name for name in tars if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    tars = sorted(_select(names, endings, TARS.suffixes) or _select(names, endings, TARS.packed))
-    media_files = [*filter(is_media_file, names)] if any(map(is_media_file, endings)) else []
-    media = sum(not name.lower().startswith(_SHOWN) for name in media_files)
+    media = sum(not name.lower().startswith(_SHOWN) for name in names.media)
     if media > len(tars) and tars:
-        raise _ambiguous({TARS: tars, FOLDER: media_files})
+        raise _ambiguous({TARS: tars, FOLDER: names.media})
     if tars:
         return Recognized(TARS, tars)
-    found = _by_format(names, endings, heads)
+    found = _by_format(names, heads)
     if not found and not media and (bare := _bare(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     fitting = [form for form in found if set(settings) <= set(form.settings)] if settings else []
     if len(fitting) == 1:
         return Recognized(fitting[0], found[fitting[0]])
-    if media_files and not (settings and set(settings) <= set(FOLDER.settings)):
-        tables = {form: files for form in found if form is not TOKENS and (files := _tables(found[form], names))}
+    if names.media and not (settings and set(settings) <= set(FOLDER.settings)):
+        tables = {form: files for form in found if form is not TOKENS and (files := names.lone(found[form]))}
         if naming := _naming_tables(names, heads, tables):
             return naming
         if media:
-            _check_apart(names, heads)
+            _check_apart(names)
             return _folder_with_tables(names, tables)
     return _without_media(names, found)
 
 
-def _select(names: Sequence[str], endings: set[str], suffixes: tuple[str, ...]) -> list[str]:
-    """Return the names with these suffixes. `endings`, the last suffixes of all names, make most calls fast."""
-    return [] if endings.isdisjoint(map(suffix_of, suffixes)) else [n for n in names if n.lower().endswith(suffixes)]
-
-
-def _alone(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of `some` names whose stem no other name has, without files for people."""
-    stems = Counter(map(stem_of, names)) if some else {}
-    return [name for name in some if stems[stem_of(name)] == 1 and not is_for_people(name)]
-
-
-def _tables(some: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that may be tables about other files, without files for people."""
-    return [name for name in lone(some, names) if not is_for_people(name)]
-
-
-def _by_format(names: Sequence[str], endings: set[str], heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
+def _by_format(names: FileNames, heads: Mapping[str, bytes]) -> dict[Format, list[str]]:
     """Group files by format, using names, and the first bytes of JSON.
 
     Raises ValueError for several datasets.
     """
-    _check_several(names, endings)
+    _check_several(names)
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
     for form in FORMATS:
         if form in (TARS, FOLDER) or form.reader or form.choose or INDEX in form.markers:
             continue
-        files = lists if form is JSON else _select(names, endings, form.suffixes)
-        files = [*files, *lines] if form is JSONL else files
-        if files := files or _select(names, endings, form.packed):
+        files = lists if form is JSON else names.ending(form.suffixes)
+        if files := [*files, *lines] if form is JSONL else files:
             found[form] = sorted(files)
-    return found
+    packed = {} if found or names.media else {form: sorted(names.ending(form.packed)) for form in FORMATS}
+    return found or {form: files for form, files in packed.items() if files}
 
 
-def _naming_tables(
-    names: Sequence[str], heads: Mapping[str, bytes], found: Mapping[Format, list[str]]
-) -> Recognized | None:
+def _naming_tables(names: FileNames, heads: Mapping[str, bytes], found: dict[Format, list[str]]) -> Recognized | None:
     """Return the tables of one format whose first rows name files, or None.
 
     Raises ValueError for several formats, and for several tables of one folder that name files in a folder beside them.
     """
-    known, naming = {*names} if found else set(), dict[Format, Recognized]()
+    known, naming = {*names.all} if found else set(), dict[Format, Recognized]()
     for form, files in found.items():
         inspected = [table for table in files if table in heads]
         fields = {table: _fields_of(table, heads[table], known) for table in inspected}
@@ -230,55 +218,49 @@ def _naming_tables(
             naming[form] = Recognized(PARQUET_OF_FILES, files)
     if len(naming) > 1:
         raise _ambiguous({form: each.files for form, each in naming.items()})
-    tables = [table for files in found.values() for table in files]
-    return next((each._replace(unread=[*{*tables}.difference(each.files)]) for each in naming.values()), None)
+    return next(iter(naming.values()), None)
 
 
-def _folder_with_tables(names: Sequence[str], tables: Mapping[Format, list[str]]) -> Recognized:
+def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) -> Recognized:
     """Return the folder of samples. A single table next to it is not read."""
-    folders = {posixpath.dirname(name) for name in names if is_media_file(name)}
+    folders = {*map(posixpath.dirname, names.media)} if tables else set()
     # A table of the name of a folder is about it, as img2dataset writes them.
     strays = [(form, name) for form, files in tables.items() for name in files if stem_of(name) not in folders]
     if len(strays) > 1 or any(form not in (JSONL, CSV) or JSON.has(name) for form, name in strays):
-        raise _ambiguous({**tables, FOLDER: [*filter(is_media_file, names)]})
-    return _folder(names)._replace(unread=[name for files in tables.values() for name in files])
+        raise _ambiguous({**tables, FOLDER: names.media})
+    return _folder(names)
 
 
-def _check_apart(names: Sequence[str], heads: Mapping[str, bytes]) -> None:
+def _check_apart(names: FileNames) -> None:
     """Raise ValueError for annotation files that would become samples separate from their media.
 
-    They are the labels of YOLO, VOC or KITTI in folders of their own, the annotations of COCO, the transcripts of
-    LibriSpeech, one file of which is about several recordings, and text or JSON that names media files.
+    Such a file shares its stem with no media file, and its suffix with no file that does, or has a name of `_ABOUT`.
+    Examples are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of
+    LibriSpeech.
     """
-    media = [*filter(is_media_file, names)]
-    stems, folders = {*map(stem_of, media)}, {*map(posixpath.dirname, media)}
-    series, bases = {stem.rpartition("-")[0] for stem in stems}, {*map(posixpath.basename, stems)}
-    others = {name for name in {*names}.difference(no_samples(names), media) if stem_of(name) not in stems}
-    paths = {posixpath.basename(name).encode("utf-8", "surrogateescape") for name in media}
-    for name in sorted(others):
-        stem, base, head = stem_of(name), posixpath.basename(stem_of(name)), heads.get(name, b"")
-        apart = base in bases and posixpath.dirname(name) not in folders
-        is_about = len(paths.intersection(_WORDS.findall(head))) > 1 or (
-            base.lower() in _ABOUT and _alone([name], names)
-        )
-        if apart or is_about or stem in series or _COCO.match(head):
+    stems, skipped = {*map(stem_of, names.media)}, names.no_samples()
+    apart = [name for name in names.others if stem_of(name) not in stems and name not in skipped]
+    suffixes = {posixpath.splitext(name)[1].lower() for name in {*names.others}.difference(apart)} if apart else ""
+    for name in sorted(apart):
+        base = posixpath.basename(stem_of(name)).lower()
+        if posixpath.splitext(name)[1].lower() not in {*suffixes, ""} or (base in _ABOUT and names.lone([name])):
             raise ValueError(
-                f"{name} beside {media[0]} shares its name with no image, audio or video. Put the files of a sample "
-                'into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
+                f"{name} beside {names.media[0]} shares its name with no image, audio or video. Put the files of a "
+                'sample into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
             )
 
 
-def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Recognized:
+def _without_media(names: FileNames, found: dict[Format, list[str]]) -> Recognized:
     """Return the files of rows, or else tokens, tables and lists of JSON, or else raw files."""
     rows = {form: files for form, files in found.items() if form not in (TOKENS, CSV, JSON)}
     if not rows and TOKENS in found:
-        with_index = [name for name in names if not name.lower().endswith(".idx")]
-        rows = {TOKENS: tokens} if (tokens := _alone(found[TOKENS], with_index)) else {}
+        without_index = FileNames(name for name in names.all if not name.lower().endswith(".idx"))
+        rows = {TOKENS: tokens} if (tokens := without_index.lone(found[TOKENS])) else {}
     if not rows:
-        rows = {form: files for form, files in found.items() if form is not TOKENS and _alone(files, names)}
+        rows = {form: files for form, files in found.items() if form is not TOKENS and names.lone(files)}
         known = {*itertools.chain(*rows.values())}
-        others = [n for n in names if n not in known and not is_for_people(n) and not is_media_file(n)]
-        others = [name for name in others if not any(form.packs(name) for form in rows)]
+        others = [n for n in names.others if n not in known and not is_for_people(n)]
+        others = [*{*others}.difference(names.containers, *map(names.ending, (form.packed for form in FORMATS)))]
         if rows and others:
             rows[FOLDER] = others
     if len(rows) > 1:
@@ -286,12 +268,12 @@ def _without_media(names: Sequence[str], found: dict[Format, list[str]]) -> Reco
     return Recognized(*rows.popitem()) if rows else _folder(names)
 
 
-def _folder(names: Sequence[str]) -> Recognized:
+def _folder(names: FileNames) -> Recognized:
     """Return the files that are parts of samples. Raises ValueError for an unsupported file of many samples."""
-    skipped = no_samples(names)
-    parts = sorted(name for name in names if name not in skipped)
-    for name in _alone([name for name in parts if suffix_of(name) in CONTAINERS], parts):
-        raise ValueError(f"{suffix_of(name)} is not read here ({name}): {CONTAINERS[suffix_of(name)]}")
+    skipped = names.no_samples()
+    parts = sorted(name for name in names.all if name not in skipped)
+    if names.containers and (fault := FileNames(parts).container_fault()):
+        raise ValueError(fault)
     return Recognized(FOLDER, parts) if parts else Recognized(TARS, [])
 
 
@@ -342,10 +324,10 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _bare(names: Sequence[str]) -> list[str]:
+def _bare(names: FileNames) -> list[str]:
     """Return the data files without a suffix, or [] if another data file has one."""
-    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names)
-    return [] if has_others else sorted(filter(_is_data, names))
+    has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names.all)
+    return [] if has_others else sorted(filter(_is_data, names.all))
 
 
 def _is_data(name: str) -> bool:
@@ -360,13 +342,14 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(names: Sequence[str], endings: set[str]) -> None:
+def _check_several(names: FileNames) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
-    json_files = _select(names, endings, JSON.suffixes)
-    for pattern, program in _VERSIONED_TABLES.items():
-        if any(map(pattern.fullmatch, json_files)):
+    json_files = names.ending(JSON.suffixes)
+    text = "\n".join(["", *names.all])
+    for part, program in _VERSIONED_TABLES.items():
+        if part in text and re.search(rf"[\n/](?:metadata/[^/\n]+)?{re.escape(part)}", text):
             raise ValueError(f"a table of {program}, whose files have rows of older versions. To read it, {OTHER}")
-    folders = {posixpath.dirname(name) for name in _select(names, endings, (".mds", ".bin"))}
+    folders = {posixpath.dirname(name) for name in names.ending((".mds", ".bin"))}
     folders &= {posixpath.dirname(name) for name in json_files if name.endswith(f"/{INDEX}")}
     folders |= {name.removesuffix(f"/{INFO}") for name in json_files if name.endswith(f"/{INFO}")}
     if folders:

@@ -132,9 +132,7 @@ class JsonlStore(TextStore):
             found = self._fields(shard, row, self._line(shard, row)).get(extension)
             if not isinstance(found, str | None):
                 kind = type(found).__name__
-                raise TypeError(
-                    f"the field {extension!r} is a {kind}, not text. Read it with sample.json()[{extension!r}]"
-                )
+                raise TypeError(f"the field {extension!r} is a {kind}, not text. Read sample.json()[{extension!r}]")
         return super().array(shard, row, extension)
 
     def extensions(self, shard: int, row: int) -> list[str]:

@@ -18,12 +18,12 @@ Every reader of files uses this module, and `formats.py` alone decides their for
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -39,6 +39,7 @@ from savable_pipeline.data.stores.arrow import ARROW, STATE
 from savable_pipeline.data.stores.folder_store import FOLDER, FOLDER_INDEXES, is_known, open_folder
 from savable_pipeline.data.stores.formats import Recognized, recognize, wanted
 from savable_pipeline.data.stores.record_store import RecordStore
+from savable_pipeline.data.stores.sample_names import FileNames
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import RemoteError, ShardError
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from savable_pipeline.data.remote.urls import RemoteShards
 
 log = logging.getLogger(__name__)
+
+_MOST_UNREAD = 2  # with more bytes than this many times those of all other files, files that are not read are an error
 
 # folder and bytes of the cache; None means the default
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]
@@ -111,7 +114,7 @@ def find_source(
         if not format and any(path.exists() for path in indexes) and is_known(root):
             return Source(files, FOLDER)
     found = paths.list_files(files)
-    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)))
+    recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)), found.sizes_of)
     if not found.whole and not format and recognized.format is FOLDER:
         forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
         # the error of this format says what to do
@@ -127,15 +130,25 @@ def _markers(format: str) -> list[str]:
     return [name for form in formats.FORMATS if format in ("", form.name, form.reader) for name in form.markers]
 
 
-def _recognized(where: str, names: Sequence[str], heads: Heads, asked: Asked) -> Recognized:
+def _recognized(
+    where: str, names: Sequence[str], heads: Heads, asked: Asked, sizes_of: Callable[[Sequence[str]], Iterable[int]]
+) -> Recognized:
+    """Return the format and the files of these names. Data that is not read is a warning, or an error if it is most."""
     format, settings = asked
-    known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(names)
+    grouped = FileNames(names)
+    known = dict.fromkeys(_markers(format), paths.LARGEST_INDEX) if format else wanted(grouped)
     try:
-        found = recognize(names, heads(known), format=format, settings=settings)
+        found = recognize(grouped, heads(known), format=format, settings=settings)
     except ValueError as error:
         raise ShardError(f"{where}: {error}") from error
-    for name in found.unread:
-        log.warning("%s: %s is not read: its first row names no file. Name it alone, with files_from=", where, name)
+    if found.unread:
+        unread, name = found.unread, found.format.name
+        fault = f"{where}: {listed(unread)} {'is' if len(unread) == 1 else 'are'} not read beside the {name} files"
+        rest, size = sorted({*names}.difference(unread)), sum(sizes_of(unread))
+        if all(size > _MOST_UNREAD * total for total in itertools.accumulate(sizes_of(rest))):
+            raise ShardError(f'{fault}, but has most of the bytes. Unpack or name it alone, or pass format="{name}"')
+        hint = f", or name media such as {grouped.media[0]} in a field file_name" if grouped.media else ""
+        log.warning("%s. Name it alone to read it, or unpack it%s", fault, hint)
     return found
 
 
@@ -181,7 +194,7 @@ def _list_and_recognize(files: paths.Shards, asked: Asked, session: Session) -> 
     if len(own) == 1 and not format:
         return listed, Recognized(own[0], [])
     where = os.fspath(files) if isinstance(files, str | os.PathLike) else root
-    recognized = _recognized(where, names, partial(session.heads, root), asked)
+    recognized = _recognized(where, names, partial(session.heads, root), asked, lambda n: listed.only(n).sizes.tolist())
     if recognized.format is FOLDER and listed.whole and not listed.names:
         recognized = Recognized(TARS, [])  # the error of this format says what a web server needs
     if recognized.format is FOLDER:
@@ -206,19 +219,10 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
     """Return the names of the indexes and markers that exist in a folder of a web server.
 
-    A web server cannot list a folder. If the cache notes an index, only that one is requested.
+    A web server cannot list a folder.
     """
-    from savable_pipeline.data.remote.cache_files import private_folder, read_pin, write_pin
-
-    note = private_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
-    noted = read_pin(note)
-    if noted in indexes and session.stat(url, noted) is not None:
-        return [noted]
     first = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
-    names = [*session.stats(url, first)] or [*session.stats(url, (*indexes, STATE))]
-    if len(own := [name for name in names if name in indexes]) == 1:
-        write_pin(note, own[0])
-    return names
+    return [*session.stats(url, first)] or [*session.stats(url, (*indexes, STATE))]
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:

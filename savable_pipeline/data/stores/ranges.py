@@ -98,19 +98,17 @@ class RangedRows(FileStore):
         base = posixpath.dirname(names[shard]) if self.base is None else self.base
         name = posixpath.normpath(posixpath.join(base, path))
         number = bisect_left(names, name)
-        fault = ""
+        why = ""
         if "://" in path:
-            fault = "a URL. Put the file beside the table"
+            why = "a URL. Put the file beside the table"
         elif not is_inside(path):
-            fault = "a path that leads out of the table's folder. Put the file below it"
+            why = "a path that leads out of the table's folder. Put the file below it"
         elif number == len(names) or names[number] != name:
-            fault = "not a file of the dataset. Put it there, or read the folder of both"
+            why = "not a file of the dataset. Put it there, or read the folder of both"
         elif self._is_outside(number):
-            fault = "a link that leads out of the dataset's folder. Put the file itself there, by `cp -L`"
-        if fault:
-            raise ShardError(
-                f"{self.where(shard)}: row {row}: names {path!r}: {fault}", reason="no file of the dataset"
-            )
+            why = "a link that leads out of the dataset's folder. Put the file itself there, by `cp -L`"
+        if why:
+            raise ShardError(f"{self.where(shard)}: row {row}: names {path!r}: {why}", reason="no file of the dataset")
         return number
 
     def _is_outside(self, number: int) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
 
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
+from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_TARS
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -17,7 +19,21 @@ Classes: TypeAlias = bool | Sequence[str] | str | os.PathLike[str]
 
 
 _FOR_PEOPLE = ("readme", "license", "notice", "citation", "changelog")
-_TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc")
+TABLES = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq", ".parq", ".arrow", ".feather", ".ipc"))
+OTHER = "iterate over it with its own library, and write its samples with sp.ShardWriter"
+_OF_OTHER_LIBRARIES = ".h5 .hdf5 .lmdb .mdb .tfrecord .tfrecords .beton .rec .db .sqlite .zarr .orc .avro .bag .mcap"
+CONTAINERS = {
+    **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
+    **dict.fromkeys(_OF_OTHER_LIBRARIES.split(), OTHER),
+    LANCE: LANCE_CURE,
+    **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
+    ".mds": "name the folder with its index.json",
+}
+"""Files of many samples that no format reads, and what to do with them."""
+_NO_PARTS = frozenset(
+    (".py", ".sh", ".yaml", ".yml", ".md", ".log", ".mat")
+)  # suffixes of files about a folder of media
+_STATISTICS = "_stats.json"  # end of the names of img2dataset's statistics
 _MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
@@ -85,18 +101,13 @@ def outside(root: str, path: str) -> bool:
 
 def suffix_of(name: str) -> str:
     """Return the lower-case suffix of a name, from its last dot."""
-    base = name.rpartition("/")[2]
-    return base[base.rfind(".") :].lower() if "." in base else ""
+    dot = name.rfind(".")
+    return name[dot:].lower() if dot > name.rfind("/") else ""
 
 
 def is_media_file(name: str) -> bool:
     """Return whether a name is that of an image, audio or video."""
     return suffix_of(name) in _MEDIA
-
-
-def is_table(name: str) -> bool:
-    """Return whether a name is that of a table, or of lines of JSON."""
-    return suffix_of(name) in _TABLE_SUFFIXES
 
 
 def is_for_people(name: str) -> bool:
@@ -106,31 +117,80 @@ def is_for_people(name: str) -> bool:
 
 def stem_of(name: str) -> str:
     """Return the path of a file up to its first dot."""
-    folder, slash, base = name.rpartition("/")
-    return f"{folder}{slash}{base.partition('.')[0]}"
+    dot = name.find(".", name.rfind("/") + 1)
+    return name if dot < 0 else name[:dot]
 
 
-def no_samples(names: Iterable[str]) -> set[str]:
-    """Return the names in a folder of raw files that are not parts of samples.
+class FileNames:
+    """Names of files, grouped by suffix once, so that finding some of them is fast.
 
-    These are files for people. With media, they are also tables that share their stem with no other kind of file, and
-    img2dataset's statistics (00000_stats.json for 00000.parquet).
+    Attributes:
+        all: All names, in the order of the listing.
+        media: The names of images, audio and video.
+        others: All other names.
+        containers: The names of files of many samples that no format reads.
     """
-    names = [*names]
-    has_media = any(map(is_media_file, names))
-    known = {*names} if has_media else set()
-    return {
-        name
-        for name in lone(names, names)
-        if is_for_people(name)
-        or (has_media and (is_table(name) or f"{name.removesuffix('_stats.json')}.parquet" in known))
-    }
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self.all = [*names]
+        self._by_suffix: dict[str, list[str]] = {}
+        for name in self.all:
+            self._by_suffix.setdefault(suffix_of(name), []).append(name)
+        self.media, self.others = self._with_last(_MEDIA), self._with_last(self._by_suffix.keys() - _MEDIA)
+        # A part of several has the suffix .tfrecord-00000-of-00010.
+        self.containers = self._with_last({*CONTAINERS, *(s for s in self._by_suffix if s.startswith(".tfrecord-"))})
 
-def lone(some: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return those of `some` that share their stem with no other file except tables.
+    def ending(self, suffixes: Iterable[str]) -> list[str]:
+        """Return the names that end with one of these suffixes, ignoring case."""
+        suffixes = (*suffixes,)
+        found = self._with_last({*map(suffix_of, suffixes)})
+        return [name for name in found if name.lower().endswith(suffixes)]
 
-    An example is metadata.csv beside metadata.jsonl.
-    """
-    stems = Counter(stem_of(name) for name in names if not is_table(name))
-    return [name for name in some if stems[stem_of(name)] == (not is_table(name))]
+    def lone_containers(self) -> list[str]:
+        """Return containers and compressed tars whose stem no part of a sample has."""
+        found = [*self.containers, *self.ending(PACKED_TARS)]
+        parts = {*map(stem_of, {*self.all}.difference(found, self._with_last(TABLES)))} if found else set()
+        return [name for name in found if stem_of(name) not in parts]
+
+    def container_fault(self) -> str:
+        """Return what to do with a container that is no part of a sample, or ""."""
+        name = min({*self.lone_containers()}.intersection(self.containers), default="")
+        suffix = suffix_of(name)
+        return f"{suffix} is not read here ({name}): {CONTAINERS[suffix.partition('-')[0]]}" if name else ""
+
+    def unread_with_media(self) -> set[str]:
+        """Return the names of `no_samples` that may have data.
+
+        A table with the name of a folder does not count, because img2dataset writes one for each folder.
+        """
+        folders = {name.rpartition("/")[0] for name in self.media}
+        names = (name for name in self.no_samples() if not is_for_people(name) and not name.endswith(_STATISTICS))
+        return {name for name in names if stem_of(name) not in folders}
+
+    def _with_last(self, suffixes: Collection[str]) -> list[str]:
+        """Return the names whose part from the last dot is one of these suffixes."""
+        return [name for suffix, names in self._by_suffix.items() if suffix in suffixes for name in names]
+
+    def lone(self, some: Iterable[str]) -> list[str]:
+        """Return those of `some` names whose stem only tables share.
+
+        An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
+        """
+        counts = ((name, self._stems_without_tables[stem_of(name)]) for name in some if not is_for_people(name))
+        return [name for name, count in counts if count == (suffix_of(name) not in TABLES)]
+
+    def no_samples(self) -> set[str]:
+        """Return the names in a folder of raw files that are not parts of samples.
+
+        These are files for people. With media, they are also containers, tables and `_NO_PARTS` that share their stem
+        with no other kind of file, and img2dataset's statistics.
+        """
+        found = {*filter(is_for_people, self.all)}
+        if self.media:
+            found.update(self.lone([*self._with_last(TABLES | _NO_PARTS), *self.ending((_STATISTICS,))]))
+            found.update(self.lone_containers())
+        return found
+
+    @cached_property
+    def _stems_without_tables(self) -> Counter[str]:
+        return Counter(map(stem_of, self._with_last(self._by_suffix.keys() - TABLES)))

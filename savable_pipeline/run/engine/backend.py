@@ -4,8 +4,9 @@
               ▲             forget_requests                                          │
               └──────────────────────────────────────────────────────────────────────┘
 
-A run has one backend. Requests for a lane are answered in their order. The first one restores the lane, and later ones
-continue after it. No backend changes a batch or a state. `tests/support/fake_backend.py` has one without a pipeline.
+A run has one backend. Requests for a lane, a logical worker, are answered in order. The first request restores the
+lane, and later ones continue after it. Batches and states do not depend on the kind of backend.
+`tests/support/fake_backend.py` has one without a pipeline.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, kinds
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeded_generators
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import SavableError, ShardError
-from savable_pipeline.run.engine.connection import log_fault
+from savable_pipeline.run.engine.connection import log_shard_error
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.stages.pipeline import encoders_of
@@ -28,12 +29,15 @@ class Backend(Protocol):
     One thread at a time calls it, except for `verify_delivered`.
     """
 
-    fault: str
-    """The error that the last check of `stop` found in delivered batches. "" (default): none."""
+    shard_error: str
+    """Message about a changed shard that the last check in `stop` found; "" if there is none."""
 
     @property
     def capacity(self) -> int:
-        """Return how many requests keep it busy, or 0 if `answer` builds the batch."""
+        """Return how many requests keep the workers busy.
+
+        It is 0 if `answer` itself builds the batch.
+        """
 
     def open(self) -> None:
         """Open the host of the workers, before this process has threads or uses a GPU."""
@@ -41,10 +45,11 @@ class Backend(Protocol):
     def start(self) -> None:
         """Start the workers unless they run, and the host if it is closed."""
 
-    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
-        """Request the next batch of a lane at the position `state`; return a ticket.
+    def request(self, lane: int, state: bytes, kind: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+        """Request the next batch of a lane, and return a ticket for `answer`.
 
-        Only the first request for a lane since `forget_requests` or `start` uses `state` and `facts`.
+        The first request for a lane since `forget_requests` or `start` restores it from `state` with `facts`. Later
+        ones ignore both.
         """
 
     def answer(self, ticket: Any) -> Delivery:
@@ -54,7 +59,10 @@ class Backend(Protocol):
         """
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """Return the result of `vote`, called on the rank that builds the batches."""
+        """Return the result of `vote`.
+
+        Ranks that share batches all get that of the rank that builds them.
+        """
         return vote()
 
     def forget_requests(self) -> None:
@@ -67,13 +75,16 @@ class Backend(Protocol):
         """
 
     def check_shards(self) -> None:
-        """Let all workers check their shards, then call `verify_delivered`.
+        """Let all workers look for changed shards, then call `verify_delivered`.
 
         This waits some seconds at most.
         """
 
     def stop(self) -> None:
-        """Drop all requests, and end the workers after a last check of their shards."""
+        """Drop all requests, and end the workers.
+
+        The workers first look for changed shards once more.
+        """
 
     def close(self) -> None:
         """Stop, and close the host of the workers. Safe to call twice."""
@@ -85,68 +96,69 @@ class Backend(Protocol):
         """
 
 
-Ticket: TypeAlias = tuple[int, bytes, RequestKind, RunFacts]  # a request, answered only when `answer` is called with it
+Ticket: TypeAlias = tuple[int, bytes, RequestKind, RunFacts]  # a request of `InProcess`, which `answer` executes
 
 
 class InProcess(Backend):
-    """Builds the batches that workers would.
+    """Builds batches in the trainer's process, without workers.
 
-    The trainer's global generators stay untouched.
+    The batches are the same, and the trainer's global generators stay untouched.
     """
 
     capacity = 0
 
     def __init__(self, runner: LaneRunner) -> None:
         self._runner = runner
-        self._seeded: set[str] | None = None  # global generators that the encoders seed
-        self._is_used = False  # whether it built a batch since the last `stop`
-        self.fault = ""
+        self._seeded: set[str] | None = None  # the global generators that encoders seed; None before the first batch
+        self._is_used = False  # whether a batch was requested since the last `stop`
+        self.shard_error = ""
 
     def open(self) -> None:
         """Do nothing."""
 
     start = open
 
-    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
+    def request(self, lane: int, state: bytes, kind: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Ticket:
         """Return the request itself as its ticket."""
         self._is_used = True
-        return lane, state, want, facts
+        return lane, state, kind, facts
 
     def answer(self, ticket: Ticket) -> Delivery:
         """Build the batch of a request. Raises what the lane's stages raise."""
-        lane, state, want, self._runner.facts = ticket
-        live = self._runner.at_position(lane, state)
-        if live is not None and self._seeded is None:
-            self._seeded = {kind for encoder in encoders_of(live) for kind in kinds(encoder.global_rng)}
+        lane, state, kind, self._runner.facts = ticket
+        last_stage = self._runner.stage_at(lane, state)
+        if last_stage is not None and self._seeded is None:
+            self._seeded = {each for one in encoders_of(last_stage) for each in seeded_generators(one.global_rng)}
         # Building a lane may draw from any global generator. A running lane draws only from the seeded ones.
-        with as_in_a_worker(set(KINDS) if live is None else self._seeded or set()):
-            return self._runner.deliver(lane, state, want)
+        with as_in_a_worker(set(KINDS) if last_stage is None else self._seeded or set()):
+            return self._runner.deliver(lane, state, kind)
 
     def forget_requests(self) -> None:
         """Drop the lanes."""
         self._runner.forget()
 
     def verify_delivered(self) -> None:
-        """Compare the shards with those that delivered batches were read from."""
-        if self.fault:
-            raise ShardError(self.fault, reason="changed shard")
+        """Raise `ShardError` if a shard changed after a delivered batch was read from it."""
+        if self.shard_error:
+            raise ShardError(self.shard_error, reason="changed shard")
         if self._is_used:
             self._runner.verify_delivered()
 
     check_shards = verify_delivered
 
     def stop(self) -> None:
-        """Drop the lanes, after a last check of the shards."""
+        """Drop the lanes, after a last look for changed shards."""
         is_used, self._is_used = self._is_used, False
         try:
             if is_used:
                 self._runner.verify_delivered()
         except SavableError as error:
-            self.fault = str(error)
+            self.shard_error = str(error)
         finally:
             self._runner.forget()
-        if is_used and self.fault:  # raised outside of the handler, where the current exception is another one
-            log_fault(self.fault)
+        # called outside of the handler, because `log_shard_error` looks at the exception being handled
+        if is_used and self.shard_error:
+            log_shard_error(self.shard_error)
 
     close = stop
 

@@ -3,9 +3,9 @@
     Pool ── Request 1, 2, … ──▶ Connection ──▶ a worker, which runs lanes
          ◀── (1, Delivery or Failure), … ──      the bytes of its batches travel by the transport
 
-A connection is one worker from its start to its end. What replaces the worker is another connection, so a message that
-an old worker still sends is never taken for one of the new worker. Messages arrive in order, and their numbers show one
-that is lost. On this machine workers are processes (process_host.py) or threads (thread_host.py).
+A connection is one worker from its start to its end. Its replacement has a connection of its own, so no message of an
+old worker is taken for one of the new worker. Messages are numbered and arrive in order, so a lost one is noticed. On
+this machine workers are processes (process_host.py) or threads (thread_host.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from savable_pipeline.run.engine.messages import Delivery, Failure, Request, Wor
 
 log = logging.getLogger(__name__)
 
-WorkerAnswer: TypeAlias = "Delivery | Failure | int"
+WorkerAnswer: TypeAlias = "Delivery | Failure | int"  # the int is the process ID in a worker's first message
 
 STARTED = 0  # number of a worker's first message: its process ID, or the `Failure` that prevents its start
 END_WAIT_S = 5.0  # for actions that take milliseconds: a last check of the shards, the end of a killed process
 
 
-class Ended(NamedTuple):
-    """End of a worker.
+class WorkerEnd(NamedTuple):
+    """Event that a worker ended.
 
-    `how` is text such as "ended by signal SIGKILL". `error` is set if every other worker would end alike. `lost` means
-    that the worker's machine or the link to it is gone, which the worker has not caused.
+    `how` is text such as "ended by signal SIGKILL". `error` is set if every other worker would end in the same way.
+    `lost` means that its machine or the link to that is gone, which the worker did not cause.
     """
 
     worker: Connection
@@ -41,16 +41,19 @@ class Ended(NamedTuple):
     lost: bool = False
 
 
-def is_raised() -> bool:
-    """Return whether the exception being raised says that a shard changed."""
+def is_raising_changed_shard() -> bool:
+    """Return whether the exception being handled says that a shard changed."""
     error = sys.exception()
     return isinstance(error, ShardError) and error.reason == "changed shard"
 
 
-def log_fault(fault: str) -> None:
-    """Log a fault of the last check, unless the exception being raised says it."""
-    if not is_raised():
-        log.error("%s", fault)
+def log_shard_error(message: str) -> None:
+    """Log a message about a changed shard.
+
+    If the exception being handled says the same, do nothing.
+    """
+    if not is_raising_changed_shard():
+        log.error("%s", message)
 
 
 class Connection(Protocol):
@@ -61,8 +64,8 @@ class Connection(Protocol):
         """Name for messages, such as "process 4711"."""
 
     @property
-    def viewed(self) -> int:
-        """Number of batches whose memory it lends to this process."""
+    def viewed_batches(self) -> int:
+        """Number of batches whose memory this process still views."""
 
     def send(self, request: Request) -> None:
         """Send a request. Do nothing if the worker has ended."""
@@ -76,33 +79,36 @@ class Connection(Protocol):
         """
 
     def check_shards(self) -> None:
-        """Ask the worker to check the shards of its lanes at once."""
+        """Ask the worker to look for changed shards at once."""
 
     def has_checked(self) -> bool:
-        """Return whether the worker has checked them since `check_shards`."""
+        """Return whether the worker has done so since the last `check_shards`."""
 
-    def fault(self) -> str:
-        """Return the error of batches that the worker delivered, or "".
+    def shard_error(self) -> str:
+        """Return the message about a changed shard, or "".
 
-        Any thread may call this.
+        The shard changed after the worker read a batch from it. Any thread may call this.
         """
 
     def working_on(self) -> WorkerStatus:
-        """Return what the worker works on, or worked on when it ended."""
+        """Return the worker's stage, sample and request, now or when it ended."""
 
     def stack(self) -> str:
-        """Return the worker's Python stack, or that of its crash, or "".
+        """Return the Python stack of a running worker, or of its crash; "" if unknown.
 
-        This waits a second for a worker that hangs.
+        This waits up to a second for the worker to write it.
         """
 
     def kill(self) -> bool:
-        """End the worker without a last check. Return False if it cannot be ended."""
+        """End the worker without a last check of its shards.
+
+        Return False if it cannot be ended.
+        """
 
     def close(self) -> None:
-        """Release this process's resources of the worker, without waiting for its end.
+        """Release what this process uses for the connection.
 
-        Safe to call twice.
+        This does not wait for the worker's end. Safe to call twice.
         """
 
 
@@ -123,8 +129,11 @@ class Host(Protocol):
     def start_worker(self, pinned: PinnedShards) -> Connection:
         """Start a worker that reads these shards."""
 
-    def wait(self, seconds: float) -> tuple[Sequence[Connection], list[Ended]]:
-        """Wait for workers that have sent messages or ended, and return both lists."""
+    def wait(self, seconds: float) -> tuple[Sequence[Connection], list[WorkerEnd]]:
+        """Wait until a worker sends a message or ends.
+
+        Return those with messages, and the ends.
+        """
 
     def end_workers(self) -> None:
         """End all workers, after a last check if possible, and wait for their ends.

@@ -21,8 +21,8 @@ from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.pipeline import PipelineFunction
 
 RequestKind: TypeAlias = Literal["batch", "peek", "skip", "again"]
-""""batch": make a lane's next batch. "peek": only find out whether there is one. "skip": pass over it. "again": make an
-earlier batch again; the state is that of a `lane_runner.RebuildRequest`.
+""""batch": build a lane's next batch. "peek": only find out whether there is one. "skip": skip it. "again": rebuild an
+earlier batch, with a `lane_runner.RebuildRequest` in place of the lane's state.
 """
 
 
@@ -33,22 +33,23 @@ class LaneJob:
     pipeline: PipelineFunction
     seed: int
     lanes: int
-    pad: bool = False
-    refs: bool = False  # whether a batch comes with its ref
+    pad: bool = False  # whether an exhausted lane yields batches of padding rows
+    refs: bool = False  # whether a delivery has the ref (the sample IDs) of its batch
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Request to a worker. The lane is restored first unless `state` is None.
+    """Request to a worker for a batch of a lane.
 
-    `number` is 1, 2, … on its connection, also in the answer. `forget` has lanes that the worker may drop. `avoid` has
-    index and epoch of samples that the lane must drop. `version` identifies the facts with which the lane is restored,
-    and `facts` has them if the worker has others.
+    `number` counts the requests of the connection from 1, and the answer repeats it. `state`, unless it is None, is the
+    position from which the worker restores the lane first. `forget` has lanes that the worker may drop. `avoid` has
+    index and epoch of samples that the lane must skip. `version` identifies the run's facts with which the lane is
+    restored, and `facts` has them unless the worker knows them already.
     """
 
     number: int
     lane: int
     state: bytes | None
-    want: RequestKind
+    kind: RequestKind
     forget: tuple[int, ...] = ()
     avoid: tuple[tuple[int, int], ...] = ()
     version: int = NO_FACTS.version
@@ -56,9 +57,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(NamedTuple):
-    """A worker's current stage, sample and request.
+    """Current work of a worker: a stage, a sample and the number of a request.
 
-    The stage is identified by its depth, the sample by index and epoch. None means unknown.
+    `depth` is the number of stages before the stage. `sample` is the index of the sample. None means unknown.
     """
 
     depth: int | None
@@ -69,10 +70,11 @@ class WorkerStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Error of a worker as text.
+    """Error of a worker as text, to be raised in the trainer.
 
-    Its class may not exist in the trainer, or may not pickle. `pickled` is the error itself, or the encoder's error
-    that caused it, if it can be pickled.
+    It is sent as text, because its class may not exist in the trainer, or may not pickle. `error` has the library's
+    class and message of the error, or is None for an error of another class. `text` is the traceback. `pickled` is the
+    encoder's error that caused it, or else the error itself, if that can be pickled.
     """
 
     error: SavableError | None
@@ -82,14 +84,14 @@ class Failure:
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Describe `error` and its traceback."""
-        kinds = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
-        own: SavableError | None = kinds[0](str(error)) if kinds else None
-        if isinstance(own, ShardError) and isinstance(error, ShardError):
-            own.reason = error.reason
+        library_classes = [each for each in type(error).__mro__ if each.__module__ == errors.__name__]
+        library_error: SavableError | None = library_classes[0](str(error)) if library_classes else None
+        if isinstance(library_error, ShardError) and isinstance(error, ShardError):
+            library_error.reason = error.reason
         cause = error.__cause__ if isinstance(error, EncodeError) else None
-        described = cause or error
-        text = "".join(traceback.format_exception(from_user_code(described)))
-        return cls(own, text, _pickled(described) if cause or type(own) is not type(error) else None)
+        original = cause or error
+        text = "".join(traceback.format_exception(from_user_code(original)))
+        return cls(library_error, text, _pickled(original) if cause or type(library_error) is not type(error) else None)
 
     def raised(self) -> Exception:
         """Return the error to raise in the trainer.
@@ -109,7 +111,7 @@ class Failure:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an error, or return None if that fails or the error would end a loop."""
+    """Pickle an error, or return None if that fails or it is a StopIteration, which would end the trainer's loop."""
     with contextlib.suppress(Exception):
         raw = pickle.dumps(error)
         if type(pickle.loads(raw)) is type(error) and not isinstance(error, StopIteration):
@@ -125,35 +127,41 @@ def _unpickled(raw: bytes) -> Exception | None:
 
 
 def row_count(ref: ItemRef, stage: str) -> int:
-    """Return the number of rows of a batch with this ref.
+    """Return the number of rows of a batch by its ref.
 
-    Raises `SavableError` if the ref does not show it.
+    The ref is (number of the batch, ref of each row). A batch of a user's own stage may have no number. `stage` is the
+    class that yielded the batch. Raises `SavableError` for a ref in another form.
     """
-    first = len(ref) > 0 and type(ref[0]) is int  # the batch's own number
-    rows = len(ref) - first
-    if rows and not type(ref[first]) is type(ref[-1]) is tuple:
+    has_number = len(ref) > 0 and type(ref[0]) is int
+    row_refs = ref[1:] if has_number else ref
+    if row_refs and not type(row_refs[0]) is type(row_refs[-1]) is tuple:
         raise SavableError(
             f"acknowledge=True needs the rows of a batch. Set the ref of {stage} to (number of the batch, ref of each "
             f"row), not {ref!r}."
         )
-    return rows
+    return len(row_refs)
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A batch, with the state of its lane after it.
+    """Answer to a request: the batch, the state of its lane after it, and numbers.
 
-    `dry` means that the lane had no further batch, and `more` whether another follows. `seconds` is the time to build
-    the batch, and `rebuild_s` an estimate of the time to rebuild the lane's buffered items if the lane moved to another
-    worker. `counts` has the event counters of its stages, by `STAGE/NAME`. `timed` says whether the counts have the
-    time of each stage. `watched` has the samples if they were recorded. `ref` is the batch's ref, from a worker in
-    MessagePack, if the job asks for it. `rows` is the number of rows in the ref. `remaining` has the numbers of the
-    rows that a rebuilt batch still has, and none for padding. `written` is the batch as the worker wrote it, for peers.
+    It carries all that is known about the batch. `samples`, a part of it, only has the refs of the batch's items, for
+    counts, `trace` and the ledger.
+
+    - `more`: whether another batch follows. `exhausted`: whether the lane had no batch left for this request.
+    - `seconds`: the time to build the batch. `rebuild_s`: the estimated time to rebuild the lane's buffered items if
+      the lane moved to another worker.
+    - `counts`: the event counters of the stages since the last delivery, by `STAGE/NAME`. `timed`: whether they
+      include the time of each stage. `watched`: the samples, if they were timed too.
+    - `ref`: the batch's ref if `LaneJob.refs` is set, from a worker in MessagePack. `rows`: the number of rows in it.
+    - `remaining`: the row numbers that a rebuilt batch still has, without padding.
+    - `pass_on`: the function by which a rank passes the answer on to ranks that share its batches (peers/peer.py).
     """
 
     batch: Any
     state: bytes
     more: bool
-    dry: bool = False
+    exhausted: bool = False
     seconds: float = 0.0
     rebuild_s: float = 0.0
     counts: dict[str, int | float] = {}
@@ -163,9 +171,9 @@ class Delivery(msgspec.Struct, frozen=True):
     ref: ItemRef | msgspec.Raw = ()
     rows: int = 0
     remaining: tuple[int, ...] = ()
-    written: Any = None
+    pass_on: Any = None
 
     @property
-    def sent(self) -> Delivery:
-        """Convert the ref to bytes, because nested tuples pickle slowly."""
+    def with_encoded_ref(self) -> Delivery:
+        """This delivery with its ref as bytes, because nested tuples pickle slowly."""
         return self if not self.ref else replace(self, ref=msgspec.Raw(msgspec.msgpack.encode(self.ref)))

@@ -1,9 +1,9 @@
-"""`SealedJob`, a job as bytes, and the fresh interpreter that gets it.
+"""`SealedJob`, a job as bytes, and `start_interpreter` for the process of it.
 
-    trainer ── what spawn prepares, without the main module ── the process ──▶ interpreter, on its stdin
+    trainer ── multiprocessing's preparation data, without the main module ── the process ──▶ stdin of the interpreter
 
-multiprocessing has a child import the trainer's main module before any of our code runs there, so we could not report
-an error of that import. Here the job imports the main module when it is opened, where an error can be reported.
+multiprocessing lets a child import the trainer's main module before any of our code runs there, so we could not report
+an error of that import. Here the child imports the main module when it opens the job, where it can report an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.stages.mapped_function import LAMBDA
 
 PROCESS_NAME = "savable_pipeline"  # prefix of the names of our processes
-UNGUARDED_CODE = 79  # exit code of a child that finds the main module unguarded, which the trainer reports once
+UNGUARDED_CODE = 79  # exit code of a child that finds the main module unguarded, which the trainer then reports
 
 UNGUARDED = (
     "the main module creates a loader with workers when workers started by spawn or forkserver import it. Put the code "
@@ -36,14 +36,14 @@ UNGUARDED = (
 _IMPORTED = "workers started by spawn or forkserver cannot import the trainer's main module"
 _GUARD = "Put code that only the trainer runs under `if __name__ == '__main__':`, or use start_method='fork'."
 NOT_IMPORTED = f"{_IMPORTED}, see the error on stderr. {_GUARD}"
-_LONGEST = 10  # lines of a traceback in a message
+_MOST_LINES = 10  # lines of a traceback in a message
 
 
 class SealedJob:
-    """Job that a child opens, so that it can report errors of opening.
+    """Job that a child unpickles by `open`, so that it can report errors of that.
 
-    A forked child gets the job itself. Others get `raw`, the result of `pickled_job`, and `main`, the result of
-    `main_module`.
+    A forked child gets the `job` itself. Other children get `raw`, the result of `pickled_job`, and `main`, the result
+    of `main_module_data`.
     """
 
     def __init__(self, job: LaneJob | None, raw: bytes = b"", main: dict[str, Any] | None = None) -> None:
@@ -55,7 +55,7 @@ class SealedJob:
 
         Raises `WorkerError` if the main module or the pipeline cannot be imported here.
         """
-        if self._error is not None:  # a fork of the process that has tried
+        if self._error is not None:  # in a fork of a process where opening has failed
             raise self._error
         if self._job is None:
             try:
@@ -70,7 +70,8 @@ class SealedJob:
 def pickled_job(job: LaneJob, receiver: str, instead: str = "") -> bytes:
     """Pickle a job.
 
-    Raises ValueError if it cannot be sent to this receiver. `instead` says what to do.
+    Raises ValueError if it cannot be pickled. The message names the `receiver`, such as "other machines", and ends with
+    the advice `instead`.
     """
     try:
         return pickle.dumps(job, protocol=5)
@@ -85,7 +86,7 @@ def _pickling_fix(error: str) -> str:
     """Return what to do about an error of pickling."""
     if "not the same object" in error:
         return "It was redefined, as by a notebook cell. Create the pipeline again with the new definition"
-    # an object that cannot be pickled, unlike a name that cannot be found
+    # the error is about an object that cannot be pickled, and not about a name that cannot be found
     if "cannot pickle" in error or "cannot be pickled" in error:
         return "Create objects that cannot be pickled, such as a tokenizer, in the worker by a function: .encode(make)"
     kind = "a function with def" if LAMBDA in error else "it"
@@ -117,10 +118,10 @@ def _import_main(main: dict[str, Any]) -> None:
 
 
 def _last_lines(error: BaseException) -> list[str]:
-    """Return the end of an error's traceback, without the frames that imported the main module."""
+    """Return the last lines of an error's traceback, without the frames that imported the main module."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _imports_main(frame.filename)]
     lines = "".join([*traceback.format_list(frames), *traceback.format_exception_only(error)]).splitlines()
-    return lines if len(lines) <= _LONGEST else ["…", *lines[1 - _LONGEST :]]
+    return lines if len(lines) <= _MOST_LINES else ["…", *lines[1 - _MOST_LINES :]]
 
 
 def _imports_main(file: str) -> bool:
@@ -129,9 +130,9 @@ def _imports_main(file: str) -> bool:
 
 
 def check_main_is_guarded() -> None:
-    """End this process if it is our child that imports an unguarded main module.
+    """End a child whose import of the main module creates a loader with workers.
 
-    In a child of another library, raise `WorkerError`.
+    This ends the process only if it is our own child. In a child of another library, raise `WorkerError`.
     """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):
@@ -142,24 +143,23 @@ def check_main_is_guarded() -> None:
 
 
 # keys under which multiprocessing passes the main module to a child
-MAIN = ("init_main_from_name", "init_main_from_path")
+MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 
 
-def main_module() -> dict[str, Any]:
-    """Return what multiprocessing passes to a child about this process's main module."""
+def main_module_data() -> dict[str, Any]:
+    """Return the data by which multiprocessing imports the main module in a child."""
     data = spawn.get_preparation_data("")
-    return {name: data[name] for name in MAIN if name in data}
+    return {name: data[name] for name in MAIN_MODULE_KEYS if name in data}
 
 
-def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start a process in a fresh interpreter, which inherits these descriptors."""
-    content = io.BytesIO()
+    content: Any = io.BytesIO()
     data = spawn.get_preparation_data(process.name)
-    popen: Any = content
     # allows pickling objects that only a child may get, such as the key of this process's connections
-    set_spawning_popen(popen)
+    set_spawning_popen(content)
     try:
-        reduction.dump({name: value for name, value in data.items() if name not in MAIN}, content)
+        reduction.dump({name: value for name, value in data.items() if name not in MAIN_MODULE_KEYS}, content)
         reduction.dump(process, content)
     finally:
         set_spawning_popen(None)
@@ -169,7 +169,7 @@ def begin_interpreter(process: SpawnProcess, descriptors: Sequence[int]) -> subp
         command, executable=spawn.get_executable(), pass_fds=[tracker, *descriptors], stdin=subprocess.PIPE
     )
     with contextlib.suppress(BrokenPipeError):  # the child has ended, which its channel will show
-        # stays open until the child ends, so that the child detects the end of this process
+        # The pipe stays open until the child ends, so that the child detects the end of this process.
         assert child.stdin is not None
         child.stdin.write(content.getvalue())
         child.stdin.flush()

@@ -1,7 +1,7 @@
-"""Transport between processes of one machine, with batches in shared memory.
+"""Transport of answers on one machine, with large batches in shared memory.
 
-a message   number of the request │ pickle and buffers of a small answer │ location of a large answer
-                                                                           (transport/segments.py)
+small answer   number of the request │ pickle of the answer, with its buffers
+large answer   number of the request │ location of both in shared memory (transport/segments.py)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from savable_pipeline.run.engine.connection import WorkerAnswer
 from savable_pipeline.run.engine.messages import Failure
-from savable_pipeline.run.transport import batch_pickle as wire
+from savable_pipeline.run.transport import batch_pickle
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import SegmentReader, SegmentWriter
 
@@ -41,26 +41,33 @@ class AnswerSender:
             os.close(descriptor)
 
     def message(self, number: int, answer: Any) -> tuple[bytes, list[int]]:
-        """Return the message to send, and descriptors that the caller closes."""
+        """Return the message to send, and the descriptors to send with it.
+
+        The caller then closes the descriptors.
+        """
         try:
-            body, fd = self._written(answer)
+            body, fd = self._body(answer)
         except Exception:
-            body, fd = self._written(Failure(None, traceback.format_exc()))
+            body, fd = self._body(Failure(None, traceback.format_exc()))
         return pickle.dumps((number, *body), protocol=5), [] if fd is None else [fd]
 
-    def _written(self, answer: WorkerAnswer) -> tuple[tuple[Any, Any], int | None]:
-        """Return the answer itself, or its location in shared memory and the descriptor of a new segment."""
-        pieces, buffers = wire.dumps(answer)
+    def _body(self, answer: WorkerAnswer) -> tuple[tuple[Any, Any], int | None]:
+        """Return (a small answer or None, location of a large answer or None), and a descriptor or None.
+
+        The descriptor is that of a new segment, which the receiver does not have yet.
+        """
+        pieces, buffers = batch_pickle.dumps(answer)
         if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):
             return ((b"".join(pieces), [bytearray(buffer) for buffer in buffers]), None), None
-        segment, fd, dropped, spans = self.segments.write(buffers, pieces)
-        return (None, (segment, fd is not None, dropped, spans)), fd
+        written = self.segments.write(buffers, pieces)
+        location = (written.segment, written.fd is not None, written.dropped, written.spans)
+        return (None, location), written.fd
 
 
 class AnswerReader:
     """The trainer's end of the transport.
 
-    Each further process that gets the same messages has its own `segments`.
+    Ranks that share batches pass `segments` of their own, because they read the same messages.
     """
 
     def __init__(self, segments: SegmentReader | None = None) -> None:
@@ -68,17 +75,20 @@ class AnswerReader:
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, WorkerAnswer]:
         """Return the number and the answer of a message."""
-        number, inline, written = pickle.loads(message)
-        if written is None:
-            return number, wire.loads(*inline)
-        *buffers, pickled = self.view(written, descriptors)
-        return number, wire.loads(pickled, buffers)
+        number, small_answer, location = pickle.loads(message)
+        if location is None:
+            return number, batch_pickle.loads(*small_answer)
+        *buffers, pickled = self.view(location, descriptors)
+        return number, batch_pickle.loads(pickled, buffers)
 
-    def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
-        """Return the buffers of an answer in shared memory, the pickle last."""
-        segment, _, dropped, spans = written
+    def view(self, location: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
+        """Return the buffers of a large answer, the pickle last.
+
+        `descriptors` has that of a new segment.
+        """
+        segment, _, dropped, spans = location
         if descriptors:
             self.segments.add(segment, descriptors[0])
-        for gone in dropped:
-            self.segments.drop(gone)
+        for number in dropped:
+            self.segments.drop(number)
         return self.segments.read(segment, spans)

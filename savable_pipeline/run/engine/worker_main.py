@@ -1,7 +1,7 @@
 """Main functions of worker processes, and of the zygote, which forks them.
 
     trainer ── ("begin", number) and the worker's end of a channel, or ("signal", number, signal) ──▶ zygote
-            ◀── (OBEYED, 0), for each order; (number, exit code) of each ended worker ──
+            ◀── (ORDER_DONE, 0) for each of these orders, and (number, exit code) of each ended worker ──
 
     trainer ── the run's shards, and a status page; then Requests ──▶ worker
             ◀── (STARTED, its process id), or why it cannot start; then (number, Delivery or Failure), … ──
@@ -9,13 +9,13 @@
 The zygote has no threads. It is a fork of the trainer ("fork") or a fresh interpreter. It builds the pipeline once, so
 that workers share its open files and start in milliseconds. For "spawn" it imports nothing of the user's instead.
 
-A worker answers requests in order. A request has the lane's state if the worker does not run the lane at its last
-position. A thread receives requests all the time, and ends the process when the trainer has ended, after a last check
-of the shards:
+A worker answers requests in order. A request has the lane's state unless the worker runs the lane already, at its last
+position. A thread of the worker receives requests all the time. When the trainer has ended, this thread looks for
+changed shards once more and ends the process:
 
     trainer closes its end of the channel ──▶ worker: checks, reports on its status page, ends
 
-So a batch of a shard that was overwritten in the last second of a run is still reported.
+So a shard that was overwritten in the last second of a run is still reported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from savable_pipeline.run.engine.messages import Delivery, Failure, Request
 from savable_pipeline.run.engine.sealed_job import SealedJob
 from savable_pipeline.run.engine.shared_batches import AnswerSender
 from savable_pipeline.run.transport.channel import Channel
-from savable_pipeline.run.transport.status_page import StatusPage, begin_request
+from savable_pipeline.run.transport.status_page import StatusPage, start_request
 
 T = TypeVar("T")
 _IDLE_S = 1.0  # idle seconds after which a worker checks its shards
@@ -55,28 +55,28 @@ CHECK = b"check"  # sent to a worker instead of a request, to check its shards a
 
 @dataclass(frozen=True, slots=True)
 class OpenedShards:
-    """Files that a zygote has opened for its workers, and the shards that it found."""
+    """Files that a zygote has opened for its workers, and the shards in them."""
 
     shared: dict[Any, Any] = field(default_factory=dict)
     pinned: PinnedShards = field(default_factory=dict)
 
-    def usable(self, pinned: PinnedShards) -> dict[Any, Any]:
-        """Return the shared values of lanes, or {} for other shards.
+    def shared_for(self, pinned: PinnedShards) -> dict[Any, Any]:
+        """Return the values that lanes share, or {} if the run has other shards.
 
-        The zygote opened the files before or after the trainer, and may have found other shards.
+        This may be, because the zygote opened the files earlier or later than the trainer.
         """
         same = all(pinned.get(name, shards) == shards for name, shards in self.pinned.items())
         return self.shared if same else {}
 
 
-def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
+def run_worker(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShards | None = None) -> NoReturn:
     """Run a worker process until its parent ends or the trainer closes the channel.
 
-    `opened` are the inherited open files.
+    `end` is the worker's end of the channel, and `opened` are the open files that it inherits.
     """
     ignore_job_signals()
     become_replaced()
-    channel = Channel(end, waits=True)
+    channel = Channel(end, blocking=True)
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     shard_check: ShardCheck | None = None
     try:
@@ -93,12 +93,12 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
         ignore_job_signals()  # again, because the main module may have set its own handlers
         answers.send(STARTED, os.getpid())
         runner = shard_check.runner = LaneRunner(
-            job, shared=opened.usable(pinned) if opened else {}, status=status.words, pinned=pinned
+            job, shared=opened.shared_for(pinned) if opened else {}, status=status.words, pinned=pinned
         )
         while True:
-            request = shard_check.next_of(requests)
-            begin_request(status.words, request.number)
-            answers.segments.begin()
+            request = shard_check.next_request(requests)
+            start_request(status.words, request.number)
+            answers.segments.start_batch()
             use_one_thread()
             answers.send(request.number, answer_request(runner, request))
     except (EOFError, OSError):  # the trainer has closed its end
@@ -108,19 +108,19 @@ def work(sealed: SealedJob, end: socket.socket, parent: int, opened: OpenedShard
 
 
 class ShardCheck:
-    """Checks the shards of a worker's lanes after their batches were delivered.
+    """Looks for shards that changed after a worker read batches from them.
 
-    It checks when the worker is idle, at the end of a finite epoch, on request, and before the worker ends. Any thread
-    may call it, and one at a time checks. It reports what is wrong.
+    It passes a message to `report`. It checks when the worker is idle, at the end of a finite epoch, on request, and
+    before the worker ends. Any thread may call it. Only one thread at a time checks.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
-        self.runner: LaneRunner | None = None  # None until the worker has one
+        self.runner: LaneRunner | None = None  # None until the worker has created it
         self._report = report
         self._lock = threading.Lock()
 
     def check_shards(self) -> None:
-        """Check the shards of delivered batches, and report changed ones."""
+        """Look for changed shards, and report the first one."""
         with self._lock:
             try:
                 if self.runner is not None:
@@ -128,8 +128,11 @@ class ShardCheck:
             except Exception as error:
                 self._report(str(error))
 
-    def next_of(self, requests: queue.SimpleQueue[T]) -> T:
-        """Return the next request, and check the shards if none arrives for a second."""
+    def next_request(self, requests: queue.SimpleQueue[T]) -> T:
+        """Return the next request.
+
+        If none arrives for a second, look for changed shards in the meantime.
+        """
         try:
             return requests.get(timeout=_IDLE_S)
         except queue.Empty:
@@ -137,7 +140,7 @@ class ShardCheck:
             return requests.get()
 
     def end(self) -> NoReturn:
-        """Check the shards, and end the process."""
+        """Look for changed shards, and end the process."""
         try:
             self.check_shards()
         finally:
@@ -147,7 +150,7 @@ class ShardCheck:
 def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
     """Return the requested batch, or the error that its stages raised.
 
-    `Connection.stack` looks for this name in stacks.
+    `Connection.stack` finds the thread of the batch by the name of this function.
     """
     try:
         for lane in request.forget:
@@ -155,15 +158,15 @@ def answer_request(runner: LaneRunner, request: Request) -> Delivery | Failure:
         if request.facts is not None:
             runner.facts = request.facts
         assert request.state is None or runner.facts.version == request.version
-        return runner.deliver(request.lane, request.state, request.want, request.avoid).sent
+        return runner.deliver(request.lane, request.state, request.kind, request.avoid).with_encoded_ref
     except Exception as error:
         return Failure.of(error)
 
 
 def ignore_job_signals() -> None:
-    """Survive signals that are sent to all processes of a job.
+    """Ignore signals that a scheduler sends to all processes of a job.
 
-    The trainer may want to save, and ends its workers.
+    The trainer decides what to do, such as to save, and then ends its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # an empty handler, because child programs would inherit SIG_IGN
@@ -171,9 +174,9 @@ def ignore_job_signals() -> None:
 
 
 def use_one_thread() -> None:
-    """Set torch, if it is imported, to one thread.
+    """Let torch, if it is imported, use one thread.
 
-    More per worker would be slower, and could change bits of sums.
+    More threads per worker would be slower, and could change the bits of sums.
     """
     torch = imported("torch")
     if torch is not None and torch.get_num_threads() != 1:
@@ -198,9 +201,9 @@ def _first_message(channel: Channel, requests: queue.SimpleQueue[Request]) -> tu
 def _listen(
     channel: Channel, requests: queue.SimpleQueue[Request], parent: int, shard_check: ShardCheck, status: StatusPage
 ) -> None:
-    """Put requests into the queue.
+    """Put requests from the channel into the queue.
 
-    End the process when the trainer closes its end or the parent process ends.
+    End the process when the trainer closes its end of the channel or the `parent` process ends.
     """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -217,18 +220,19 @@ def _listen(
         shard_check.end()
 
 
-OBEYED = 0  # takes the place of a worker's number, which is 1 or more
+ORDER_DONE = 0  # the number in a zygote's answer to an order; numbers of workers start at 1
 
 
 def run_zygote(job: SealedJob, end: int, trainer: int, *, builds: bool) -> None:
     """Run the zygote until the trainer ends or closes its end of the channel.
 
-    `end` is the descriptor of the other end.
+    `end` is the descriptor of the zygote's end, `trainer` a process ID, and `builds` whether the zygote builds the
+    pipeline.
     """
     ignore_job_signals()
     use_one_thread()
     gc.freeze()  # a full collection writes to every object, which would copy all memory shared with the trainer
-    zygote = _Zygote(job, Channel(socket.socket(fileno=end), waits=True))
+    zygote = _Zygote(job, Channel(socket.socket(fileno=end), blocking=True))
     if builds:
         zygote.build()
     try:
@@ -249,15 +253,16 @@ class _Zygote:
         self._pids: dict[int, int] = {}  # process IDs by number of the worker
         self._orders: deque[tuple[bytes, list[int]]] = deque()  # orders that were not executed yet
         self._opened = OpenedShards()
-        self._woken, woken_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
-        os.set_blocking(woken_by, False)
-        os.set_blocking(self._woken, False)
-        self._woken_by = woken_by
-        signal.set_wakeup_fd(woken_by, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `poll`
+        # The end of a worker writes to this pipe, so that `poll` returns.
+        pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+        self._wake_reader, self._wake_writer = pipe
+        os.set_blocking(self._wake_writer, False)
+        os.set_blocking(self._wake_reader, False)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, the signal would not write to the pipe
         self.poll = select.poll()
         self.poll.register(channel.fileno(), select.POLLIN)
-        self.poll.register(self._woken, select.POLLIN)
+        self.poll.register(self._wake_reader, select.POLLIN)
 
     def build(self) -> None:
         """Build lane 0, so that all workers inherit its open dataset."""
@@ -269,29 +274,31 @@ class _Zygote:
         gc.freeze()  # keeps the pages shared with workers
 
     def step(self, ready: list[tuple[int, int]]) -> None:
-        """Handle orders and ended workers.
+        """Execute orders that have arrived, and report ended workers.
 
-        Raises EOFError when the trainer has closed its end.
+        `ready` comes from `poll`. Raises EOFError when the trainer has closed its end of the channel.
         """
         for descriptor, _ in ready:
-            if descriptor == self._woken:
+            if descriptor == self._wake_reader:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._woken, 4096)
+                    os.read(self._wake_reader, 4096)
             else:
                 self._orders.extend(self._channel.receive())
                 while self._orders:
                     message, descriptors = self._orders.popleft()
-                    self._obey(pickle.loads(message), descriptors)
-                    self._channel.send(pickle.dumps((OBEYED, 0)))
+                    self._execute(pickle.loads(message), descriptors)
+                    self._channel.send(pickle.dumps((ORDER_DONE, 0)))
         self._reap()
 
-    def _obey(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
-        if order[0] == "begin":
-            self._fork(order[1], socket.socket(fileno=descriptors[0]))
-        elif order[1] in self._pids:
-            os.kill(self._pids[order[1]], order[2])
+    def _execute(self, order: tuple[Any, ...], descriptors: list[int]) -> None:
+        name, number, *signal_numbers = order
+        if name == "begin":
+            self._fork(number, socket.socket(fileno=descriptors[0]))
+        elif number in self._pids:
+            os.kill(self._pids[number], *signal_numbers)
 
     def _fork(self, number: int, end: socket.socket) -> None:
+        """Fork a worker with this number, whose end of its channel is `end`."""
         zygote = os.getpid()
         pid = os.fork()
         if pid:
@@ -302,9 +309,9 @@ class _Zygote:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (self._woken, self._woken_by, *(fd for _, fds in self._orders for fd in fds)):
+            for descriptor in (self._wake_reader, self._wake_writer, *(fd for _, fds in self._orders for fd in fds)):
                 os.close(descriptor)
-            work(self._job, end, zygote, self._opened)
+            run_worker(self._job, end, zygote, self._opened)
         except SystemExit as exit_:  # an encoder raised it
             code = exit_.code if isinstance(exit_.code, int) else 1
         except BaseException:
@@ -313,6 +320,7 @@ class _Zygote:
             os._exit(code)
 
     def _reap(self) -> None:
+        """Report the exit codes of workers that have ended."""
         for number, pid in list(self._pids.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:

@@ -54,8 +54,8 @@ class Workers:
         """Return the host that starts the workers of a loader.
 
         Args:
-            job: The pipeline and settings of their lanes.
-            share: The loader's rank and the number of ranks, for workers that all ranks share.
+            job: The pipeline and settings of the lanes that they run.
+            share: The rank and the number of ranks, for a host whose workers are divided among all ranks.
         """
         if self.start_method == "thread":
             return ThreadHost(job)

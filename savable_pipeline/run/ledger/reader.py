@@ -1,7 +1,8 @@
 """`LedgerFiles`: the batches of a run, read from the files of all its starts.
 
-Each start of a run writes new files. Batches after the position where it resumes no longer count, because the model
-that trained on them was discarded. They stay in the files, and are read as `lost`.
+A start is one run of the program, with a file for each rank. When a run is resumed, earlier starts' batches after the
+position where it resumes no longer count, because the model that trained on them was discarded. They stay in the
+files, and are read as `lost`.
 
     start 1    slots 0 ─────────────▶ 950, killed
     start 2           from 800 ────────────────────▶          slots 800 to 949 of start 1 are lost
@@ -30,8 +31,8 @@ _NEVER: EpochSlot = (1 << 62, 0)  # later than any position
 class RecordedBatch:
     """Batch that a rank got.
 
-    `lost`: whether the run was later resumed from this or an earlier position. `start_number`: the index of its start,
-    the same for ranks that started together. `facts`: the facts of the run at that time.
+    `lost`: whether the run was later resumed from before this batch. `start_number`: the index of its start, the same
+    for ranks that started together. `facts`: the facts of the run at that time.
     """
 
     batch: records.Batch
@@ -50,7 +51,7 @@ class RecordedBatch:
 class _LedgerFile:
     path: Path
     start: records.Start
-    cut: EpochSlot  # earliest position from which a later start resumes
+    cut: EpochSlot  # earliest position from which a later start resumes; later batches of this file are lost
     start_number: int
 
 
@@ -70,7 +71,7 @@ class LedgerFiles:
             raise SavableError(f"{folder}: ledgers of several runs (other seeds or lanes). Use one folder for each.")
         groups = _grouped(starts)
         self._files = _with_cuts(groups)
-        self.together = [[start for _, start in group] for group in groups]  # starts of ranks that started together
+        self.together = [[start for _, start in group] for group in groups]  # first records, by common start
 
     @property
     def starts(self) -> list[records.Start]:
@@ -93,8 +94,8 @@ class LedgerFiles:
                     facts = record.facts
                 if isinstance(record, records.Batch):
                     last = pending and pending.batch
-                    # A batch that is recorded twice was interrupted before the trainer got it. Only the later record
-                    # counts.
+                    # If a batch is recorded twice in a row, the first was interrupted before the trainer got it, so
+                    # only the later record counts.
                     if pending and last and (last.position, last.again) != (record.position, record.again):
                         yield pending
                     pending = RecordedBatch(record, file.start, record.position >= file.cut, file.start_number, facts)
@@ -102,9 +103,9 @@ class LedgerFiles:
                 yield pending
 
     def numbers(self) -> Iterator[tuple[records.Start, list[records.Numbers]]]:
-        """Yield each file's start and its records of counters, in the order of time.
+        """Yield each file's first record and its records of counters, in order.
 
-        Old files may have none.
+        Old files may have no records of counters.
         """
         for file in self._files:
             yield (
@@ -125,14 +126,17 @@ class LedgerFiles:
                     yield untagged(index), found, rows
 
     def acknowledged(self) -> Iterator[tuple[int, records.Acknowledged]]:
-        """Yield the number of a start and a record of acknowledgements, for each record."""
+        """Yield the records of acknowledgements, each with the number of its start."""
         for file in self._files:
             for record in records.read_records(file.path):
                 if isinstance(record, records.Acknowledged):
                     yield file.start_number, record
 
     def batch_at(self, epoch: int, slot: int) -> RecordedBatch:
-        """Return the batch of a slot, unless it is lost. Raises `SavableError` for none."""
+        """Return the batch of a slot that is not lost.
+
+        Raises `SavableError` if there is none.
+        """
         for found in self.batches():
             if found.batch.position == (epoch, slot) and not found.lost:
                 return found
@@ -147,14 +151,14 @@ class LedgerFiles:
         States of lost batches do not count.
         """
         lane = slot % self.starts[0].lanes
-        best: records.LaneAt | None = None
+        last: records.LaneAt | None = None
         for file in self._files:
             for record in records.read_records(file.path):
                 if isinstance(record, records.LaneAt) and record.lane == lane and record.epoch == epoch:
                     position = (epoch, record.slot)
-                    if position <= (epoch, slot) and position < file.cut and (best is None or record.slot >= best.slot):
-                        best = record
-        return best
+                    if position <= (epoch, slot) and position < file.cut and (last is None or record.slot >= last.slot):
+                        last = record
+        return last
 
 
 def _rows_with(samples: BatchSamples, index: int) -> int:
@@ -171,10 +175,10 @@ def _start_of(path: Path) -> records.Start | None:
 
 
 def _grouped(starts: list[tuple[Path, records.Start]]) -> list[list[tuple[Path, records.Start]]]:
-    """Group the starts of ranks that started together, in the order of time.
+    """Group the files of ranks that started together, in the order of time.
 
-    Ranks that can communicate write the same number into their files. Those that cannot have numbers of their own. From
-    the last start back, each such rank's start is joined with the latest start of the other ranks that resumed from the
+    Ranks that can communicate write the same number into their files. Ranks that cannot have numbers of their own. From
+    the last start back, the file of such a rank is grouped with the latest files of other ranks that resumed from the
     same position.
     """
     numbered: dict[int, list[tuple[Path, records.Start]]] = {}

@@ -2,8 +2,8 @@
 
     record    length u32 │ crc32 of the body u32 │ body: MessagePack of a `Record`
 
-A file starts with its `Start` and is only appended to, one record at a time. So a killed process loses no record that
-it wrote. A record that a crash of the machine cut short is ignored.
+A file starts with a `Start` record, and records are only appended, one at a time. So a killed process loses no record
+that it wrote. A record that a crash of the machine cut short is ignored.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 _HEAD = 8  # bytes of length and checksum
-_CONSTANT = 8  # flag in the width of numbers: all numbers are equal
+_CONSTANT = 8  # added to the width of a column's numbers if all are equal, so that only one follows
 
 
 class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
     """Source of the run: its name in a `Blend`, the tag of its refs, and its address.
 
-    `files`: the arguments of its reader, as absolute paths; empty for a user's own store, and if they contain a
-    password. Its other settings are in the fingerprint.
+    `files`: the files that its reader was created with, as absolute paths. It is "" for a user's own store, and if a
+    URL has a password. Other settings of the reader are in the fingerprint.
     """
 
     name: str
@@ -46,9 +46,9 @@ class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """First record: which rank started, and at which position.
+    """First record of a file: which rank started, and at which position.
 
-    `number`, of `next_number`, is shared by all ranks that can communicate.
+    `number` comes from `next_number`. Ranks that can communicate have the same.
     """
 
     format: int
@@ -125,10 +125,10 @@ class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
 
 class Numbers(msgspec.Struct, array_like=True, frozen=True, tag=3):
-    """Result of `SavableLoader.stats()` just before the batch of a slot.
+    """Result of `SavableLoader.stats()` before the batch of a slot, without rates.
 
-    It has no rates. Counters run since the loader was created, which may be before the start of the file. So only
-    differences count. `at_ns`: the time, in ns since 1970. `names`: strings, such as the slowest shard so far.
+    Counters start when the loader is created, which may be before the file starts. So only differences between records
+    count. `at_ns`: the time, in ns since 1970. `names`: strings, such as the slowest shard so far.
     """
 
     epoch: int
@@ -157,9 +157,9 @@ class Facts(msgspec.Struct, array_like=True, frozen=True, tag=5):
 
 
 class Saved(msgspec.Struct, array_like=True, frozen=True, tag=6):
-    """Record that a state was saved that resumes at this slot.
+    """Record that a state was saved from which the run can resume at this slot.
 
-    The run continued after it.
+    It is written with the next batch, so the run continued after saving.
     """
 
     epoch: int
@@ -200,9 +200,8 @@ def read_records(path: Path) -> Iterator[Record]:
     except (OSError, msgspec.MsgspecError) as error:
         raise SavableError(f"{path}: damaged ledger ({error}). Use another copy of the file.") from error
     if first:
-        raise SavableError(
-            f"{path}: not a ledger of this version. Remove it, or read it with the version that wrote it."
-        )
+        fix = "Remove it, or read it with the version that wrote it."
+        raise SavableError(f"{path}: not a ledger of this version. {fix}")
     log.warning("%s: the last record is incomplete. All records before it were read.", path)
 
 
@@ -231,9 +230,8 @@ def unpack_column(packed: bytes, count: int) -> Integers:
     size = width - _CONSTANT if width > _CONSTANT else width
     expected = size if width > _CONSTANT else size * count
     if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != expected:
-        raise SavableError(
-            "the ledger is damaged: a column and its batch differ in length. Use another copy of the file."
-        )
+        problem = "the ledger is damaged: a column and its batch differ in length"
+        raise SavableError(f"{problem}. Use another copy of the file.")
     found = np.frombuffer(packed, f"<u{size}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
     return np.repeat(found, count) if width > _CONSTANT else found
 
@@ -243,9 +241,9 @@ STATE_EVERY = 1000  # batches of a lane between two of its states in the ledger
 
 
 class LedgerWriter:
-    """File of one rank and one start in `folder`, which is created.
+    """Writer of a new file in `folder`, for one rank and one start.
 
-    Raises `SavableError` if that fails, or if the folder has the ledger of another run, because nobody could read both.
+    Raises `SavableError` if the file cannot be created, or if the folder has the ledger of another run.
     """
 
     def __init__(self, folder: Path, start: Start) -> None:
@@ -273,12 +271,12 @@ class LedgerWriter:
         `before` is the state of its lane before the batch, `cost` the cost of its packs. Raises `SavableError` if
         writing fails, as on a full disk.
         """
-        since = self._batches_since_state.get(lane, STATE_EVERY)
-        if since >= STATE_EVERY:
+        batches_since_state = self._batches_since_state.get(lane, STATE_EVERY)
+        if batches_since_state >= STATE_EVERY:
             self.write(LaneAt(epoch, slot, lane, before))
-            since = 0
+            batches_since_state = 0
         self.write(Batch.of(epoch, slot, samples, cost))
-        self._batches_since_state[lane] = since + 1
+        self._batches_since_state[lane] = batches_since_state + 1
 
     def forget_lanes(self) -> None:
         """Write the state of each lane again before its next batch."""
@@ -298,9 +296,8 @@ class LedgerWriter:
             raise self._write_error(error) from error
 
     def _write_error(self, error: OSError) -> SavableError:
-        return SavableError(
-            f"ledger {self._path}: {error.strerror}. Free space or set another ledger=. The batch was not returned."
-        )
+        fix = "Free space or set another ledger=. The batch was not returned."
+        return SavableError(f"ledger {self._path}: {error.strerror}. {fix}")
 
     def close(self) -> None:
         """Close the file. The next write opens it again."""
@@ -309,7 +306,10 @@ class LedgerWriter:
             os.close(fd)
 
     def discard(self) -> None:
-        """Close and remove the file, which has no record that counts."""
+        """Close and remove the file.
+
+        Its records do not count, because another rank failed to start.
+        """
         self.close()
         self._path.unlink(missing_ok=True)
 
@@ -317,8 +317,8 @@ class LedgerWriter:
 def next_number(folder: Path) -> int:
     """Return the number of a new start: the time in ns since 1970, or more.
 
-    It is larger than that of any start in the folder, so the numbers are in the order of the starts even if the clocks
-    of their nodes differ. An unreadable folder counts as empty.
+    It is larger than the number of any start in the folder. So numbers are in the order of the starts, even if the
+    clocks of their machines differ. An unreadable folder counts as empty.
     """
     numbers = [time.time_ns()]
     with contextlib.suppress(OSError):

@@ -1,15 +1,16 @@
 """`Acknowledgements`: the rows that a rank's trainer has not acknowledged.
 
-    loaded ──▶ to repeat ──▶ yielded ──▶ done, or dropped
-                   ▲            │
-    new batch ─────┼───────▶ yielded
-                   └── requeue ─┘
+    row of a loaded state ──▶ to repeat ──▶ yielded ──▶ done, or dropped
+                                  ▲            │
+    row of a new batch ───────────┼───────▶ yielded
+                                  └── requeue ─┘
 
-A batch leaves the table with its last row. One thread takes batches, and any thread may acknowledge. Ctrl-C may come
-at any call, so values that belong together are changed without a call in between.
+A batch leaves the table with its last row. One thread iterates, and any thread may acknowledge. Ctrl-C may come at any
+call, so values that belong together are changed without a call in between.
 
-Receipts are int64 (rows, 2): the slot and the row of each row of a batch, or -1. A trainer mostly passes back the whole
-tensor that it got. Its rows are then known without torch, whose calls would take longer than everything else here.
+A batch in flight is a `Flight`, and `batch` is its number, `epoch << 40 | slot`. A set of its rows is an int: bit i is
+row i. Receipts are int64 (rows, 2): the number of the batch and the row, or -1 for padding. A trainer mostly passes
+back the whole tensor that it got. Its rows are then known without torch, whose calls would take longer than the rest.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
-Noted: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]  # by kind and reason: rows as bits, by batch
-_NOT_REBUILT = "can no longer be made"
+# by kind and reason: the rows of each batch as bits
+Outcomes: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]
+_NOT_REBUILT = "can no longer be made"  # reason of rows whose samples are excluded or removed
 
 
 class InFlight(NamedTuple):
@@ -49,45 +51,48 @@ class InFlight(NamedTuple):
 class OpenFlight(flights.Flight, gc=False):
     """Batch in flight on this rank. A padding batch has no rows.
 
-    `number` is the number of batches that the rank got before it, or -1 if it was loaded. `to_repeat` has the rows to
-    repeat as bits, some of which may be done by now. `handed` has the receipts of all its rows.
+    `number` is the number of batches that the rank got before this one, or -1 if it was loaded. `to_repeat` has the
+    rows to repeat as bits. Some of them may be done by now. `issued` has the receipts of all rows.
     """
 
     number: int = -1
     to_repeat: int = 0
-    handed: IssuedReceipts | None = None
+    issued: IssuedReceipts | None = None
 
     @property
     def out(self) -> int:
         """Return the rows that were yielded and not acknowledged, as bits."""
-        return self.open & ~self.to_repeat
+        return self.open_rows & ~self.to_repeat
 
 
 class _Lane:
     """A lane's batches in flight, in ascending order, and their packed form until they change.
 
-    `columns` has the same batches as they were yielded, from the first on, so that saving a state after thousands of
-    batches does not read each batch again.
+    `columns` has the same batches in columns, as long as none of their rows is done, or None. Batches are added when
+    they are yielded. So saving a state after thousands of batches does not read each batch again.
     """
 
     def __init__(self) -> None:
-        self.flights: dict[int, OpenFlight] = {}
+        self.flights: dict[int, OpenFlight] = {}  # by number of the batch
         self.packed: tuple[bytes, bytes] | None = None  # the checksum of the lane's state, and the packed batches
         self.columns: flights.EpochFlights | None = None
 
     def add_to_columns(self, flight: OpenFlight, number: int) -> None:
-        """Add the batch of a round if the columns have all batches before it."""
+        """Add a batch to the columns if they have all batches before it.
+
+        `number` is that of its round.
+        """
         if flight.batch == next(iter(self.flights), None):
             self.columns = flights.EpochFlights(flight.batch >> flights.EPOCH_SHIFT, [], [], [])
         columns = self.columns
         if columns is None or flight.done or flight.size:
             self.columns = None
-        elif not columns.rounds or number > columns.rounds[-1]:  # otherwise of a later epoch, or added before Ctrl-C
+        elif not columns.rounds or number > columns.rounds[-1]:  # else of a later epoch, or added already
             columns.rounds.append(number)
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
     def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
-        """Return all batches in flight in columns.
+        """Return all batches in flight as columns, one `EpochFlights` per epoch.
 
         `lanes` is the number of lanes of the run.
         """
@@ -100,59 +105,61 @@ class _Lane:
 class Acknowledgements:
     """Table of a rank's unacknowledged rows.
 
-    With `noting`, it records acknowledgements for `noted`.
+    If `is_recording`, it records acknowledgements for `pop_outcomes`.
     """
 
-    def __init__(self, ranks: Ranks, lanes: int, *, noting: bool) -> None:
-        self._ranks, self._lane_count, self._noting = ranks, lanes, noting
+    def __init__(self, ranks: Ranks, lanes: int, *, is_recording: bool) -> None:
+        self._ranks, self._lane_count, self._is_recording = ranks, lanes, is_recording
         self._lock = Lock()
-        self._freed = Condition(self._lock)
-        self._is_awaited = False
+        self._freed = Condition(self._lock)  # notified when rows are acknowledged
+        self._is_awaited = False  # whether `wait` was ever called, so that `_freed` must be notified
         self._counts: Counter[tuple[str, str]] = Counter()  # number of rows by outcome and reason
-        self._noted: Noted = {}
-        self._issued: dict[int, IssuedReceipts] = {}  # receipts of the next batches
+        self._acknowledged: Outcomes = {}
+        self._issued: dict[int, IssuedReceipts] = {}  # receipts built in advance, by batch
         self._unpacked: list[OpenFlight] = []  # batches yielded since they were last packed
         self.load([], 0)
 
-    def load(self, saved: Iterable[flights.Flight], coming: int, lost: Mapping[int, int] = {}) -> None:
-        """Start with the saved batches without `lost` rows, which are repeated first.
+    def load(self, saved: Iterable[flights.Flight], least_count: int, lost: Mapping[int, int] = {}) -> None:
+        """Start with the saved batches, whose open rows are repeated first.
 
-        A batch whose open rows are all lost is not repeated. Padding batches follow until there are `coming` batches.
+        `lost` has rows that cannot be repeated, by batch. A batch without other open rows is not repeated. Batches of
+        padding are added until at least `least_count` batches are repeated.
         """
-        loaded = [OpenFlight(one.batch, one.ref, one.rows, one.done, one.size, to_repeat=one.open) for one in saved]
+        loaded = [OpenFlight(f.batch, f.ref, f.rows, f.done, f.size, to_repeat=f.open_rows) for f in saved]
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
             for flight in loaded:
                 self._lanes[(flight.batch & flights.SLOTS) % self._lane_count].flights[flight.batch] = flight
-            self._handed: dict[int, OpenFlight] = {}  # by the id of their receipts
+            self._by_tensor: dict[int, OpenFlight] = {}  # batches by the `id` of the tensor of their receipts
             self._pending = 0  # number of rows yielded and not acknowledged
             self.waiting = deque(  # batches to repeat, in this order; other threads add to it
-                flight for flight in loaded if flight.open != lost.get(flight.batch, 0)
+                flight for flight in loaded if flight.open_rows != lost.get(flight.batch, 0)
             )
             self._foreign_acks: dict[int, int] = {}  # rows of other ranks' batches that were acknowledged here
-            self._last: tuple[int, OpenFlight, int] | None = None  # the last batch: its number, itself, and its rows
+            # the last batch of `issue` or `issue_again`: its number among the rank's batches, itself, and its rows
+            self._last: tuple[int, OpenFlight, int] | None = None
             for flight in loaded:
                 self._drop_lost(flight, lost.get(flight.batch, 0))
-        self.pad_replays(coming)
+        self.pad_replays(least_count)
 
-    def pad_replays(self, coming: int) -> None:
-        """Add padding batches until `coming` batches wait to be repeated."""
-        self.waiting += [OpenFlight(self._ranks.rank, (), 0) for _ in range(coming - len(self.waiting))]
+    def pad_replays(self, least_count: int) -> None:
+        """Add padding batches until `least_count` batches wait to be repeated."""
+        self.waiting += [OpenFlight(self._ranks.rank, (), 0) for _ in range(least_count - len(self.waiting))]
 
     def _set_rows(self, flight: OpenFlight, done: int, to_repeat: int) -> None:
-        """Set the rows of a batch that are done and those to repeat. Remove the batch when all rows are done."""
-        batch, rows, handed = flight.batch, (1 << flight.rows) - 1, flight.handed
+        """Set the rows of a batch that are done, and those to repeat. Remove the batch if all are done."""
+        batch, all_rows, issued = flight.batch, (1 << flight.rows) - 1, flight.issued
         lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
-        pending = self._pending + (rows & ~(done | to_repeat)).bit_count()
-        pending -= (rows & ~(flight.done | flight.to_repeat)).bit_count()
-        key = 0 if handed is None else id(handed.tensor)
-        is_finished = done == rows and lane.flights.get(batch) is flight  # a padding batch belongs to no lane
+        pending = self._pending + (all_rows & ~(done | to_repeat)).bit_count()
+        pending -= (all_rows & ~(flight.done | flight.to_repeat)).bit_count()
+        key = 0 if issued is None else id(issued.tensor)
+        is_finished = done == all_rows and lane.flights.get(batch) is flight  # a padding batch belongs to no lane
         # Make no calls below, so that Ctrl-C comes before or after the assignments.
         flight.done, flight.to_repeat, lane.packed, lane.columns, self._pending = done, to_repeat, None, None, pending
         if is_finished:
             del lane.flights[batch]
-            if key in self._handed:
-                del self._handed[key]
+            if key in self._by_tensor:
+                del self._by_tensor[key]
 
     def drop_lost(self, lost: Callable[[flights.Flight], int]) -> None:
         """Drop the open rows that `lost` returns for each batch, as bits."""
@@ -162,14 +169,15 @@ class Acknowledgements:
             self._freed.notify_all()
 
     def _drop_lost(self, flight: OpenFlight, rows: int) -> None:
+        """Count these rows of a batch as dropped, because their data no longer exist."""
         if rows:
             self._set_rows(flight, flight.done | rows, flight.to_repeat)
-            self._note(flight.batch, rows, "dropped", _NOT_REBUILT)
+            self._record(flight.batch, rows, "dropped", _NOT_REBUILT)
 
     def cancel_unreceived(self, batches: int) -> None:
-        """Take the last batch back if it is not among the `batches` that the rank got.
+        """Undo the last `issue` or `issue_again` if its step was interrupted.
 
-        Its step was interrupted.
+        It was, if its batch is not among the first `batches` that the rank got.
         """
         if self._last is None or self._last[0] < batches:
             return
@@ -184,7 +192,7 @@ class Acknowledgements:
             self._last = None
 
     def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until `rows` more rows are at most `most` in flight.
+        """Wait until at most `most` rows are in flight together with `rows` new ones.
 
         Raises `SavableError` after `timeout_s`.
         """
@@ -200,44 +208,47 @@ class Acknowledgements:
                     )
 
     def issue(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
-        """Add the `number`-th batch, padded to `size` rows, and return its receipts."""
+        """Add a new batch, and return its receipts.
+
+        `number` is the number of batches that the rank got before, and `size` the number of rows with padding, or 0.
+        """
         rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
-            handed = IssuedReceipts.of(receipts_of(batch, size, (1 << rows) - 1).numpy()[None])[0]
+            issued = IssuedReceipts.of(receipts_of(batch, size, (1 << rows) - 1).numpy()[None])[0]
         else:
             if batch not in self._issued or len(self._issued[batch].memory) != rows:
                 self._issued = next_receipts(batch, rows, self._ranks.world_size)
                 with self._lock:
                     self._pack_new_flights()
-            handed = self._issued.pop(batch)
-        flight = OpenFlight(batch, delivery.ref, rows, 0, size, number, 0, handed)
+            issued = self._issued.pop(batch)
+        flight = OpenFlight(batch, delivery.ref, rows, 0, size, number, 0, issued)
         self._unpacked.append(flight)
-        key, last = id(handed.tensor), (number, flight, (1 << rows) - 1)
+        key, last = id(issued.tensor), (number, flight, (1 << rows) - 1)
         with self._lock:  # make no calls here
             self._last, lane.flights[batch], lane.packed, self._pending = last, flight, None, self._pending + rows
-            self._handed[key] = flight
-        return handed.tensor
+            self._by_tensor[key] = flight
+        return issued.tensor
 
     def _pack_new_flights(self) -> None:
-        """Pack the new batches that still have open rows, and free the others together, which is faster."""
+        """Pack the new batches that still have open rows, many at once, which is faster."""
         for flight in self._unpacked:
-            if flight.open:
+            if flight.open_rows:
                 flight.pack()
                 slot = flight.batch & flights.SLOTS
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
         self._unpacked = []
 
     def issue_again(self, number: int, remaining: Iterable[int]) -> int:
-        """Repeat the first waiting batch with its `remaining` rows.
+        """Record that the first waiting batch is repeated, and return its rows as bits.
 
-        Return the open ones as bits.
+        `remaining` has the row numbers that the rebuilt batch still has.
         """
         with self._lock:
             flight = self.waiting[0]
-            self._drop_lost(flight, flight.open & ~sum(1 << row for row in remaining))
-            rows = flight.to_repeat & flight.open
+            self._drop_lost(flight, flight.open_rows & ~sum(1 << row for row in remaining))
+            rows = flight.to_repeat & flight.open_rows
             self._counts["repeated", ""] += rows.bit_count()
             self._last = number, flight, rows
             self._set_rows(flight, flight.done, 0)
@@ -246,41 +257,41 @@ class Acknowledgements:
 
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
         """Record the outcome of rows. Raises ValueError for anything but receipts."""
-        whole, odd = self._handed.get(id(receipts)), 0
-        handed: Any = whole and whole.handed
+        flight, invalid_count = self._by_tensor.get(id(receipts)), 0
+        issued: Any = flight and flight.issued
         # Was the tensor neither changed nor moved to shared memory?
-        if whole and handed.memory.tobytes() == handed.raw and receipts.data_ptr() == handed.pointer:
-            if kind != "again" and self._acknowledge_whole(whole, kind, reason):
+        if flight and issued.memory.tobytes() == issued.raw and receipts.data_ptr() == issued.pointer:
+            if kind != "again" and self._acknowledge_whole(flight, kind, reason):
                 return
-            named = {whole.batch: (1 << whole.rows) - 1}
+            rows_by_batch = {flight.batch: (1 << flight.rows) - 1}
         else:
-            named, odd = rows_of(receipts)
+            rows_by_batch, invalid_count = rows_of(receipts)
         with self._lock:
-            for batch, rows in named.items():
+            for batch, rows in rows_by_batch.items():
                 known = self._acknowledge_rows(batch, rows, kind)
-                odd += (rows ^ known).bit_count()
+                invalid_count += (rows ^ known).bit_count()
                 if known:
-                    self._note(batch, known, kind, reason)
-            if odd:
-                self._counts["unknown", ""] += odd
+                    self._record(batch, known, kind, reason)
+            if invalid_count:
+                self._counts["unknown", ""] += invalid_count
             if self._is_awaited:
                 self._freed.notify_all()
 
     def _acknowledge_whole(self, flight: OpenFlight, kind: Acknowledgement, reason: str) -> bool:
-        """Acknowledge all rows of a batch, and return whether none was acknowledged or requeued before.
+        """Acknowledge all rows of a batch. Return False, and do nothing, if some were acknowledged or requeued before.
 
-        This is a case of `_acknowledge_rows` that takes half the time. Most trainers always use it.
+        This special case of `_acknowledge_rows` takes half the time. With most trainers, there is no other case.
         """
-        batch, rows, key = flight.batch, flight.rows, id(flight.handed.tensor)  # type: ignore[union-attr]
+        batch, rows, key = flight.batch, flight.rows, id(flight.issued.tensor)  # type: ignore[union-attr]
         lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
         with self._lock:
-            if flight.done or flight.to_repeat or key not in self._handed:
+            if flight.done or flight.to_repeat or key not in self._by_tensor:
                 return False
             # Make no calls here: Ctrl-C comes before, or after.
             flight.done, lane.packed, lane.columns, self._pending = (1 << rows) - 1, None, None, self._pending - rows
-            del lane.flights[batch], self._handed[key]
-            if self._noting:
-                self._note(batch, flight.done, kind, reason)
+            del lane.flights[batch], self._by_tensor[key]
+            if self._is_recording:
+                self._record(batch, flight.done, kind, reason)
             else:
                 self._counts[kind, reason] += rows
             if self._is_awaited:
@@ -288,11 +299,11 @@ class Acknowledgements:
         return True
 
     def _acknowledge_rows(self, batch: int, rows: int, kind: Acknowledgement) -> int:
-        """Acknowledge the rows of a batch that are in flight, and return them as bits."""
+        """Acknowledge those of the rows of a batch that are in flight, and return these as bits."""
         lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
         if lane is None:
             rows &= 0 if kind == "again" else ~self._foreign_acks.get(batch, 0)
-            if rows:  # of another rank
+            if rows:  # the batch is of another rank
                 self._foreign_acks[batch] = self._foreign_acks.get(batch, 0) | rows
             return rows
         if (flight := lane.flights.get(batch)) is None:
@@ -306,22 +317,26 @@ class Acknowledgements:
         self._set_rows(flight, flight.done, flight.to_repeat | rows)
         return rows
 
-    def _note(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
+    def _record(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
+        """Count rows by their outcome, and record them for `pop_outcomes`."""
         self._counts[kind, reason] += rows.bit_count()
-        if self._noting:
-            noted = self._noted.setdefault((kind, reason), {})
-            noted[batch] = noted.get(batch, 0) | rows
+        if self._is_recording:
+            recorded = self._acknowledged.setdefault((kind, reason), {})
+            recorded[batch] = recorded.get(batch, 0) | rows
 
-    def noted(self) -> Noted:
+    def pop_outcomes(self) -> Outcomes:
         """Return the acknowledgements recorded since the last call."""
         with self._lock:
-            found, self._noted = self._noted, {}
-        return found
+            recorded, self._acknowledged = self._acknowledged, {}
+        return recorded
 
     def in_flight(self) -> InFlight:
-        """Return the number of unacknowledged rows, with those to repeat, and the oldest."""
+        """Return the number of unacknowledged rows, and the oldest.
+
+        Rows to repeat count, too.
+        """
         with self._lock:
-            rows = {batch: flight.open for lane in self._lanes.values() for batch, flight in lane.flights.items()}
+            rows = {batch: flight.open_rows for lane in self._lanes.values() for batch, flight in lane.flights.items()}
         oldest = min(rows, default=None)
         first = None if oldest is None else (oldest, (rows[oldest] & -rows[oldest]).bit_length() - 1)
         return InFlight(sum(map(int.bit_count, rows.values())), first)
@@ -329,24 +344,25 @@ class Acknowledgements:
     def numbers(self) -> dict[str, int]:
         """Return the numbers of rows by outcome, and of rows in flight."""
         with self._lock:
-            named = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
-        return named | {"in_flight": self.in_flight().rows}
+            by_name = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
+        return by_name | {"in_flight": self.in_flight().rows}
 
     def state(self, batches: int, next_batch: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the entries of a state dict after `batches` batches.
+        """Return the state's entries after the rank got `batches` batches.
 
-        `next_batch` is the next slot with its epoch, as in receipts. `saved` has the state of each lane by its name.
+        `next_batch` is the number of the first batch after that, as in receipts. `saved` has the lanes' states.
         """
         with self._lock:
             self._pack_new_flights()
-            found = {
+            entries = {
                 flights.flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
             }
             acks = {batch: rows for batch, rows in self._foreign_acks.items() if batch < next_batch}
-        return found | flights.packed_acks(self._ranks.rank, acks)
+        return entries | flights.packed_acks(self._ranks.rank, acks)
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
+        """Return the packed batches in flight of a lane, without those after the first `batches` of the rank."""
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # the state is earlier than the newest batches
             earlier = [flight for flight in lane.flights.values() if flight.number < batches]
@@ -358,17 +374,18 @@ class Acknowledgements:
     def agree(
         self, own: dict[int, list[flights.Flight]], merged: dict[int, list[flights.Flight]], acks: dict[int, int]
     ) -> None:
-        """Drop rows that other ranks acknowledged, and acknowledgements they received.
+        """Remove rows that other ranks acknowledged.
 
-        `own` and `acks` are this rank's batches and acknowledgements in the state of all ranks. `merged` are the
-        batches that remain in it.
+        Acknowledgements that the other ranks have now received are removed, too. `own` and `acks` are the batches in
+        flight and the acknowledgements of other ranks' rows that this rank has saved. `merged` are the batches in
+        flight of the merged state, in which all acknowledgements are applied.
         """
-        open_rows = {flight.batch: flight.open for of_lane in merged.values() for flight in of_lane}
+        open_rows = {flight.batch: flight.open_rows for of_lane in merged.values() for flight in of_lane}
         with self._lock:
             for lane, of_lane in own.items():
                 for flight in of_lane:
                     if (current := self._lanes[lane].flights.get(flight.batch)) is not None:
-                        acknowledged = flight.open & ~open_rows.get(flight.batch, 0)
+                        acknowledged = flight.open_rows & ~open_rows.get(flight.batch, 0)
                         self._set_rows(current, current.done | acknowledged, current.to_repeat)
             for batch, rows in acks.items():
                 if not self._foreign_acks[batch] & ~rows:
@@ -383,16 +400,16 @@ _MOST_RECEIPTS = 1 << 14  # most receipts to build together, unless one batch ha
 
 
 class IssuedReceipts(NamedTuple):
-    """Receipts as the trainer gets them."""
+    """Receipts of a batch, with what shows that the trainer has not changed them."""
 
-    tensor: torch.Tensor
-    raw: bytes  # bytes as they were written
-    memory: NDArray[np.int64]
-    pointer: int  # address of torch's memory
+    tensor: torch.Tensor  # as the trainer gets it
+    raw: bytes  # the original bytes of the receipts
+    memory: NDArray[np.int64]  # a view of the tensor's memory
+    pointer: int  # the address of this memory
 
     @classmethod
     def of(cls, receipts: NDArray[np.int64]) -> list[IssuedReceipts]:
-        """Build receipts of several batches, int64 (batches, rows, 2), in own memory."""
+        """Build the receipts of several batches from an array: int64 (batches, rows, 2)."""
         import torch
 
         tensors = torch.from_numpy(receipts).unbind(0)  # indexing a tensor for each batch takes ten times as long
@@ -401,20 +418,24 @@ class IssuedReceipts(NamedTuple):
 
 
 def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
-    """Return `size` receipts of a batch, with -1 for rows not in the bits `rows`.
+    """Return `size` receipts of a batch: int64 (size, 2).
 
-    `numbers` has the numbers of its rows without padding, by default 0 to `size` - 1.
+    They are -1 for padding, and for rows that are not in the bits `rows`. `numbers` has the row numbers of the batch,
+    by default 0 to `size` - 1. If there are fewer, padding follows.
     """
     import torch
 
     numbers = range(size) if numbers is None else numbers
-    found = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
-    found += [(-1, -1)] * (size - len(found))
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, 2)
+    receipts = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
+    receipts += [(-1, -1)] * (size - len(receipts))
+    return torch.tensor(receipts, dtype=torch.int64).reshape(-1, 2)
 
 
 def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]:
-    """Return the receipts of a batch and of the next ones, `step` slots apart."""
+    """Return the receipts of a batch of `size` rows and of the next ones, by batch.
+
+    The batches are `step` slots apart.
+    """
     batches = range(batch, batch + step * max(1, min(_BATCHES_AHEAD, _MOST_RECEIPTS // size)), step)
     receipts = np.empty((len(batches), size, 2), np.int64)
     receipts[:, :, 0] = np.array(batches)[:, None]
@@ -423,9 +444,9 @@ def next_receipts(batch: int, size: int, step: int) -> dict[int, IssuedReceipts]
 
 
 def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
-    """Return the rows of each batch as bits, and the number of invalid receipts.
+    """Return the rows named by receipts, and the number of invalid receipts.
 
-    Receipts of -1 are skipped. Raises ValueError for anything but receipts.
+    The rows are bits by batch. Receipts of -1 are skipped. Raises ValueError for anything but receipts.
     """
     listed = np.asarray(receipts.numpy(force=True) if hasattr(receipts, "numpy") else receipts)
     if listed.ndim == 1:  # one receipt, or none
@@ -433,7 +454,7 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
     if listed.size and (listed.ndim != 2 or listed.shape[1] != 2 or listed.dtype.kind not in "iu"):
         raise ValueError(f"receipts must be integers (rows, 2), not {listed.dtype} {listed.shape}")
     found: dict[int, int] = {}
-    odd = 0
+    invalid_count = 0
     for batch, row in listed.tolist():
         if batch < 0:
             continue
@@ -441,5 +462,5 @@ def rows_of(receipts: Any) -> tuple[dict[int, int], int]:
         if 0 <= row < flights.MOST_ROWS and not before >> row & 1:
             found[batch] = before | 1 << row
         else:
-            odd += 1
-    return found, odd
+            invalid_count += 1
+    return found, invalid_count

@@ -1,7 +1,9 @@
-"""Decisions of `SavableLoader.reconfigure`, and those that apply after changes.
+"""`Decisions` of `SavableLoader.reconfigure`: build, agree on and restore them.
 
-reconfigure(weights=, exclude=, max_length=) ──▶ Decisions: numbers alone ──▶ in the state of each lane
-                                                                    ──▶ its stages, when they are built
+    reconfigure(weights=, exclude=, max_length=) ──▶ Decisions, only numbers ──▶ the run's facts, saved in the state
+                                                                             ──▶ stages of each lane, when it is built
+
+After a change of settings, `applicable_decisions` returns those that still apply.
 """
 
 from __future__ import annotations
@@ -43,25 +45,26 @@ def reconfigure(
     exclude: Iterable[Excluded] | None = None,
     max_length: int | None = None,
 ) -> Decisions:
-    """Return the decisions that apply from `slot` on: `before`, with the new ones.
+    """Return the decisions of `before`, changed by the arguments.
 
-    Raises ValueError for impossible decisions, such as weights that are negative or all 0.
+    `slot` has its epoch, as in receipts. `last` is the last stage of a lane. Raises ValueError for impossible
+    decisions, such as weights that are negative or all 0.
     """
     if weights is None and exclude is None and max_length is None:
         raise ValueError("reconfigure: pass weights=, exclude= or max_length=")
     by_blend = {} if weights is None else _group_by_blend(weights, _blends(last))
-    fresh = {
+    new_weights = {
         branch: _bounded_weights(integer_weights(dict(sorted(by_blend[branch].items())))) for branch in sorted(by_blend)
     }
-    excluded = {} if exclude is None else _excluded_indices(exclude, last)
-    numbers = {tag: _packed({*before.numbers(tag), *excluded[tag]}) for tag in sorted(excluded)}
+    indices = {} if exclude is None else _excluded_indices(exclude, last)
+    new_excluded = {tag: _packed({*before.numbers(tag), *indices[tag]}) for tag in sorted(indices)}
     max_length = 0 if max_length is None else _checked_max_length(max_length, _packers(last))
-    encoded = msgspec.msgpack.encode((before.digest, slot, fresh, numbers, max_length))
+    encoded = msgspec.msgpack.encode((before.digest, slot, new_weights, new_excluded, max_length))
     return Decisions(
         slot,
         xxh3_64_intdigest(encoded) >> 2 or 1,
-        dict(sorted({**before.weights, **fresh}.items())),
-        dict(sorted({**before.excluded, **numbers}.items())),
+        dict(sorted({**before.weights, **new_weights}.items())),
+        dict(sorted({**before.excluded, **new_excluded}.items())),
         max_length or before.max_length,
     )
 
@@ -93,22 +96,23 @@ def _group_by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) 
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"reconfigure: weights must be a dict by the sources of a Blend, not {weights!r}")
-    source_names = {f"{at}/{own}" if at else own: (at, own) for at, blend in blends.items() for own in blend.names}
-    known = ", ".join(sorted(source_names))
-    if unknown := [name for name in weights if name not in source_names]:
+    # by full name: the branch of the Blend, and the name of the source in it
+    sources = {f"{at}/{name}" if at else name: (at, name) for at, blend in blends.items() for name in blend.names}
+    known = ", ".join(sorted(sources))
+    if unknown := [name for name in weights if name not in sources]:
         raise ValueError(f"reconfigure: no source is called {unknown[0]!r}. The sources are {known}.")
     found: dict[str, dict[str, Weight]] = {}
-    for name, weight in weights.items():
-        branch, own = source_names[name]
-        found.setdefault(branch, {})[own] = weight
-    wanted = sorted(name for name, (branch, _) in source_names.items() if branch in found)
-    if missing := [name for name in wanted if name not in weights]:
+    for full_name, weight in weights.items():
+        branch, name = sources[full_name]
+        found.setdefault(branch, {})[name] = weight
+    required = sorted(full_name for full_name, (branch, _) in sources.items() if branch in found)
+    if missing := [full_name for full_name in required if full_name not in weights]:
         raise ValueError(f"reconfigure: every source needs a weight, but {', '.join(missing)} has none")
     return found
 
 
 def _excluded_indices(exclude: Iterable[Excluded], last: Stage) -> dict[int, list[int]]:
-    """Return the indices of the samples with these keys, by the tag of their source. Warn about unknown keys."""
+    """Return the indices of the samples with these keys, by the tag of their source, and warn about unknown keys."""
     if isinstance(exclude, str):
         raise ValueError(f"reconfigure: exclude must be a list: [{exclude!r}]")
     readers = {stage.branch: stage for stage in upstream(last) if isinstance(stage, RecordReader)}
@@ -128,11 +132,11 @@ def _excluded_indices(exclude: Iterable[Excluded], last: Stage) -> dict[int, lis
 
 
 def _group_by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tuple[str, ...], list[str]]:
-    """Group keys by the sources that may have them: all, or the one in the pair."""
+    """Return the keys by the sources that may have them: all `names`, or the source in a pair."""
     found: dict[tuple[str, ...], list[str]] = {}
     for each in exclude:
-        named = (None, each) if isinstance(each, str) else each
-        source, key = named if isinstance(named, tuple | list) and len(named) == 2 else (None, None)
+        pair = (None, each) if isinstance(each, str) else each
+        source, key = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
         if not isinstance(key, str):
             raise ValueError(f"reconfigure: exclude must have keys or (source, key) pairs, not {each!r}")
         if source is not None and source not in names:
@@ -146,9 +150,9 @@ def _group_by_source(exclude: Iterable[Excluded], names: list[str]) -> dict[tupl
 def _checked_max_length(max_length: int, packers: list[OnlinePacker]) -> int:
     """Return `max_length`. Raises ValueError unless there is exactly one packer, and it can use this length."""
     if len(packers) != 1:
-        named = ", ".join(stage_field(packer, "max_length") for packer in packers)
+        found = ", ".join(stage_field(packer, "max_length") for packer in packers)
         raise ValueError(
-            f"reconfigure: max_length needs exactly one OnlinePacker. This pipeline has {named or 'none'}."
+            f"reconfigure: max_length needs exactly one OnlinePacker. This pipeline has {found or 'none'}."
         )
     if type(max_length) is not int or not 1 <= max_length <= packers[0].max_length:
         raise ValueError(f"reconfigure: max_length must be 1 to {packers[0].max_length}, not {max_length!r}")
@@ -157,36 +161,36 @@ def _checked_max_length(max_length: int, packers: list[OnlinePacker]) -> int:
     return max_length
 
 
-def agreed(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
+def agreed_decisions(ranks: Ranks, make: Callable[[], Decisions]) -> Decisions:
     """Return the result of `make`.
 
-    If the ranks can communicate, all must have the same one.
-
-    Raises the errors of `make`, and ValueError if the results of two ranks differ.
+    If the ranks can communicate, check that all have the same result. Raises the errors of `make`, and ValueError if
+    the results of two ranks differ.
     """
     if not ranks.has_group:
         return make()
     try:
-        found: Decisions | Exception = make()
-        answer = str(found), found.digest  # type: ignore[union-attr]
+        result: Decisions | Exception = (decisions := make())
+        text, digest = str(decisions), decisions.digest
     except Exception as error:
-        found, answer = error, (f"{type(error).__name__}: {error}", 0)
-    others = ranks.gather(answer)
-    if isinstance(found, Exception):
-        raise found
-    for rank, other in enumerate(others):
-        if other != answer:
+        result = error
+        text, digest = f"{type(error).__name__}: {error}", 0
+    gathered = ranks.gather((text, digest))
+    if isinstance(result, Exception):
+        raise result
+    for rank, (other_text, other_digest) in enumerate(gathered):
+        if (other_text, other_digest) != (text, digest):
             raise ValueError(
-                f"reconfigure: rank {ranks.rank} {answer[0]}, but rank {rank} {other[0]}. Pass the same arguments on "
+                f"reconfigure: rank {ranks.rank} {text}, but rank {rank} {other_text}. Pass the same arguments on "
                 "each rank, at the same step."
             )
-    return found
+    return result
 
 
-def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
+def applicable_decisions(decisions: Decisions, last: Stage, differing: Iterable[str]) -> Decisions:
     """Return the saved decisions that apply although `differing` settings changed.
 
-    A changed setting replaces the saved decision about it, with a warning.
+    A changed setting replaces the decision about it, with a warning.
     """
     changed = set(differing)
     blends, packers = _blends(last), _packers(last)
@@ -197,10 +201,8 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
         and blends[branch].names == sorted(weights)
         and not changed & {stage_field(blends[branch], name) for name in ("weights", "schedule", "sources")}
     }
-    length = decisions.max_length
-    if length and (
-        len(packers) != 1 or length > packers[0].max_length or stage_field(packers[0], "max_length") in changed
-    ):
+    length, packer = decisions.max_length, packers[0] if len(packers) == 1 else None
+    if packer is None or length > packer.max_length or stage_field(packer, "max_length") in changed:
         length = 0
     in_effect = replace(decisions, weights=weights, max_length=length)
     if in_effect != decisions:
@@ -211,12 +213,12 @@ def applicable(decisions: Decisions, last: Stage, differing: Iterable[str]) -> D
 def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
     """Return these decisions.
 
-    Raises ValueError if the pipeline cannot continue with them.
+    Raises ValueError if the pipeline cannot be built with them, or would become finite or endless.
     """
-    before, after = local.last_stage.info.endless, local.built_with(decisions).info.endless
-    if before != after:
+    is_endless = local.last_stage.info.endless
+    if local.built_with(decisions).info.endless != is_endless:
         raise ValueError(
-            f"reconfigure: these weights would make the run {'finite' if before else 'endless'}. Keep a "
+            f"reconfigure: these weights would make the run {'finite' if is_endless else 'endless'}. Keep a "
             "weight above 0 for a source of the same kind."
         )
     return decisions

@@ -8,9 +8,9 @@
 A round takes one batch of every lane, a step one slot on each rank. With `tail="stop"` the epoch ends before the first
 round for which some lane has no batch, with `tail="pad"` after the last slot with a sample, rounded up to a step.
 
-If the lengths of lanes cannot be counted in advance, the ranks vote in the last step of each round. Each rank proposes
-an end from whether its lanes have another batch. The smallest ("stop") or largest ("pad") proposal wins. It is at
-most one round after the current position.
+If the lengths of lanes cannot be counted in advance, the ranks vote in the last step of each round. Each rank knows
+whether its lanes have another batch, and proposes an end that is at most one round ahead. The smallest ("stop") or
+largest ("pad") proposal wins. If it is no later than the known end, the epoch ends there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EpochEnds:
         self, settings: LoaderSettings, local: LocalLanes, prefetcher: Prefetcher, observers: list[Observer]
     ) -> None:
         self._settings, self._local, self._prefetcher, self._observers = settings, local, prefetcher, observers
-        self._ends: dict[int, int | None] = {}  # counted end of the last counted epoch, None if its stages cannot count
+        self._ends: dict[int, int | None] = {}  # results of `counted`, for the last epoch that it was called for
 
     @cached_property
     def is_finite(self) -> bool:
@@ -58,8 +58,8 @@ class EpochEnds:
             stage = self._local.last_stage
             counts = [count_of(stage, lane, epoch) for lane in range(self._settings.lanes)]
             known = [count for count in counts if count is not None]
-            countable = len(known) == len(counts) and not stage.info.endless
-            self._ends = {epoch: counted_end(known, pad=self._settings.pad) if countable else None}
+            is_countable = len(known) == len(counts) and not stage.info.endless
+            self._ends = {epoch: counted_end(known, pad=self._settings.pad) if is_countable else None}
         return self._ends[epoch]
 
     def forget(self) -> None:
@@ -73,89 +73,96 @@ class EpochEnds:
         end = self.counted(epoch)
         return None if end is None else self._steps(end, world_size)
 
-    def yielded(self, at: Position, epoch: int) -> int | None:
-        """Return how many of an epoch's `length` batches are before a position.
+    def yielded(self, position: Position, epoch: int) -> int | None:
+        """Return how many batches of an epoch this rank has yielded before a position.
 
-        The result is None if the length is unknown or the epoch was started with other settings.
+        The result is None if the epoch's length is unknown, or the epoch was started with other settings.
         """
-        length, slots = self.length(epoch, at.step), self._settings.epoch_slots
-        if length is None or at.changed:
+        length, slots = self.length(epoch, position.step), self._settings.epoch_slots
+        if length is None or position.changed:
             return None
         if slots is not None and not self.is_finite:
-            return length - remaining_slots(at, slots) // at.step
-        return length - self._steps((self.counted(epoch) or 0) - at.slot, at.step)
+            return length - remaining_slots(position, slots) // position.step
+        return length - self._steps((self.counted(epoch) or 0) - position.slot, position.step)
 
-    def epoch_of(self, at: Position) -> int:
+    def epoch_of(self, position: Position) -> int:
         """Return the epoch of the last yielded batch.
 
         After StopIteration, or once the next iterator has started, return the next epoch.
         """
-        slots, last = self._settings.epoch_slots, None if at.iterator == "ended" else at.previous
+        slots = self._settings.epoch_slots
+        finished = None if position.iterator == "ended" else position.previous
         if slots is None or self._settings.restarts:
-            return at.epoch if last is None else last.epoch
-        return at.slot // slots - (last is not None)
+            return position.epoch if finished is None else finished.epoch
+        return position.slot // slots - (1 if finished else 0)
 
-    def after(self, at: Position, want: RequestKind, delivery: Delivery) -> Position:
-        """Return the position after a step whose batch is yielded or skipped.
+    def after(self, position: Position, kind: RequestKind, delivery: Delivery) -> Position:
+        """Return the position after a step.
 
-        The position is in the next epoch if the `epoch_slots` are used up.
+        With the kind "skip", its batch was skipped, otherwise yielded. The position is in the next epoch if the step
+        was the last of an epoch of `epoch_slots`.
         """
-        after = at.skipped(delivery) if want == "skip" else at.advanced(delivery)
-        if not at.slot:
-            sizes = chunk_sizes(self._local.last_stage, at.epoch)
+        after = position.skipped(delivery) if kind == "skip" else position.advanced(delivery)
+        if not position.slot:
+            sizes = chunk_sizes(self._local.last_stage, position.epoch)
             after = replace(after, facts=replace(after.facts, chunk_sizes=sizes))
         slots = self._settings.epoch_slots
-        if slots is None or after.slot // slots == at.slot // slots:
+        if slots is None or after.slot // slots == position.slot // slots:
             return after
         if self._settings.restarts:
             return after.next_epoch(0)
         return replace(after, history=History(total=after.history.total), previous=replace(after, previous=None))
 
     def _steps(self, slots: int, step: int) -> int:
+        """Return the number of steps in this many slots, of which each takes `step`."""
         return -(-slots // step) if self._settings.pad else slots // step
 
-    def towards_step(self, at: Position, vote: Callable[[int], int]) -> Position:
-        """Find out one more fact about the next step, and return the position with it."""
-        if at.is_over:  # a state was loaded here, or fewer slots than a step remain
-            return replace(self.next_epoch(at), previous=None)
-        if not at.changed and (end := self._known_end(at, vote)) is not None:
-            return replace(at, end=end, final=True)
-        unknown = [] if at.final else [lane for lane, lane_position in at.lanes.items() if lane_position.more is None]
-        if unknown:  # ask lanes before any of their batches is requested
-            peeks = self._prefetcher.query_has_next(at, unknown)
-            return replace(at, lanes=at.lanes | {n: LanePosition(each.state, each.more) for n, each in peeks.items()})
-        return self.agreed(at, vote(proposed_end(at, self._prefetcher)))
+    def towards_step(self, position: Position, vote: Callable[[int], int]) -> Position:
+        """Find out one more thing about whether the epoch has a next step.
 
-    def agreed(self, at: Position, end: int) -> Position:
+        Returns the position with the new knowledge. The caller repeats this until `has_step`.
+        """
+        if position.is_over:  # a state was loaded here, or fewer slots than a step remain
+            return replace(self.next_epoch(position), previous=None)
+        if not position.changed and (end := self._known_end(position, vote)) is not None:
+            return replace(position, end=end, final=True)
+        unknown = [lane for lane, lane_position in position.lanes.items() if lane_position.more is None]
+        if unknown and not position.final:  # ask lanes before any of their batches is requested
+            peeks = self._prefetcher.query_has_next(position, unknown)
+            known = {lane: LanePosition(peek.state, peek.more) for lane, peek in peeks.items()}
+            return replace(position, lanes=position.lanes | known)
+        return self.agreed(position, vote(proposed_end(position, self._prefetcher)))
+
+    def agreed(self, position: Position, end: int) -> Position:
         """Return the position with the `end` that all ranks agreed on.
 
-        If `end` is no later than before, the epoch ends there.
+        If `end` is no later than the known end, the epoch ends at the known end.
         """
-        return replace(at, end=end) if end > at.end else replace(at, final=True)
+        return replace(position, end=end) if end > position.end else replace(position, final=True)
 
-    def _known_end(self, at: Position, vote: Callable[[int], int]) -> int | None:
+    def _known_end(self, position: Position, vote: Callable[[int], int]) -> int | None:
         """Return the slot at which this epoch ends, or None if that is unknown before its first batch."""
-        end = self.counted(at.epoch)
-        if end is None and self._settings.restarts and at.step > 1:
+        end = self.counted(position.epoch)
+        if end is None and self._settings.restarts and position.step > 1:
             # ranks may leave their loops at different batches, so they must not vote in the middle of an epoch
-            self._ends[0] = end = vote(self._count_epoch(at))
+            self._ends[0] = end = vote(self._count_epoch(position))
         return end
 
-    def _count_epoch(self, at: Position) -> int:
-        """Return the number of slots of epoch 0, from the lanes of this rank.
+    def _count_epoch(self, position: Position) -> int:
+        """Return the slot at which epoch 0 ends for the lanes of this rank.
 
-        It skips all their batches to count them.
+        To count their batches, it skips them all.
         """
-        start = Position.start(0, at.ranks, at.lane_count, pad=at.pad)
+        start = Position.start(0, position.ranks, position.lane_count, pad=position.pad)
         counts = self._prefetcher.count(start)
-        if at.pad:
-            return counted_end([counts.get(lane, 0) for lane in range(at.lane_count)], pad=True)
-        return min(counts.values()) * at.lane_count
+        if position.pad:
+            return counted_end([counts.get(lane, 0) for lane in range(position.lane_count)], pad=True)
+        return min(counts.values()) * position.lane_count
 
     def next_epoch(self, finished: Position) -> Position:
-        """Return the start of the next epoch.
+        """Return the start of the epoch after the `finished` one.
 
-        Raises `SavableError` if this one had too few samples.
+        Raises `SavableError` if the finished epoch had too few samples.
         """
         for observer in self._observers:
             observer.on_skip(finished)
@@ -171,16 +178,17 @@ def proposed_end(position: Position, prefetcher: Prefetcher) -> int:
     Only call it if `position.must_vote`.
     """
     if position.pad:
-        return max((_next_slot(position, lane) + 1 for lane, at in position.lanes.items() if at.more), default=0)
+        lanes = [lane for lane, lane_position in position.lanes.items() if lane_position.more]
+        return max((_next_slot(position, lane) + 1 for lane in lanes), default=0)
     return min(_available_rounds(position, lane, prefetcher) for lane in position.lanes) * position.lane_count
 
 
 def _available_rounds(position: Position, lane: int, prefetcher: Prefetcher) -> int:
     """Return for how many rounds of the epoch a lane is known to have batches."""
-    slot, more = _next_slot(position, lane), position.lanes[lane].more
-    if slot < position.end:  # a slot of the previous round: the next step starts there and includes later slots
-        slot, more = slot + position.lane_count, prefetcher.peek(position).more
-    return slot // position.lane_count + bool(more)
+    slot, has_batch = _next_slot(position, lane), position.lanes[lane].more
+    if slot < position.end:  # this batch is in the epoch, as the first one of the next step: is there another after it?
+        slot, has_batch = slot + position.lane_count, prefetcher.peek(position).more
+    return slot // position.lane_count + bool(has_batch)
 
 
 def _next_slot(position: Position, lane: int) -> int:
@@ -195,7 +203,10 @@ def remaining_slots(position: Position, epoch_slots: int) -> int:
 
 
 def counted_end(counts: list[int], *, pad: bool) -> int:
-    """Return the slot at which an epoch ends, for these numbers of batches of lanes."""
+    """Return the slot at which an epoch ends, by the batches of each lane.
+
+    `counts` has the number of batches of each lane.
+    """
     lanes = len(counts)
     if pad:
         return max(((count - 1) * lanes + lane + 1 for lane, count in enumerate(counts) if count), default=0)
@@ -210,7 +221,7 @@ def warn_unused(position: Position, population: int, skipped: Mapping[str, int])
     """
     epoch, lanes = position.epoch, position.lane_count
     rounds = position.end // lanes
-    exhausted = [lane for lane, at in position.lanes.items() if at.more is False]
+    exhausted = [lane for lane, lane_position in position.lanes.items() if lane_position.more is False]
     if position.end == 0:
         reasons = ", ".join(f"{name}: {count}" for name, count in sorted(skipped.items()))
         why = (
@@ -231,7 +242,7 @@ def warn_unused(position: Position, population: int, skipped: Mapping[str, int])
             "the last %d slots of epoch %d are dropped, because %d ranks resumed at a slot that they do not divide",
             *(unused_slots, epoch, position.step),
         )
-    unused_lanes = sum(bool(at.more) for at in position.lanes.values())
+    unused_lanes = sum(bool(lane_position.more) for lane_position in position.lanes.values())
     if unused_lanes:
         log.warning(
             "epoch %d ends after %d rounds, because lane %s is exhausted. %d lanes of this rank have more samples, "

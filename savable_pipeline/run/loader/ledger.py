@@ -38,8 +38,8 @@ from savable_pipeline.stages.pipeline import PipelineFunction
 from savable_pipeline.stages.readers.readers import READERS
 from savable_pipeline.stages.stage import Stage
 
-Found = list[tuple[str, RecordedBatch, int]]  # source, batch, and the rows of the batch as bits
-_Row = tuple[int, int]  # a batch as in receipts, and the number of a row
+Found = list[tuple[str, RecordedBatch, int]]  # where a sample was yielded: source, batch, and rows as bits
+_Row = tuple[int, int]  # a receipt: `epoch << 40 | slot` of the batch, and the number of the row
 _KINDS = {reader.__name__: kind for kind, reader in READERS.items()}
 _SHARDS = ".shards"  # end of a field's name in a fingerprint; each reader has such a field
 
@@ -152,57 +152,60 @@ class Ledger:
 
 def _sightings(ledger: LedgerFiles, found: Found) -> list[Sighting]:
     """Return a record of each time that a sample was yielded, in order, with its outcome."""
-    rows = [_named_rows(each, bits) for _, each, bits in found]
-    outcomes = _acknowledged(ledger, {batch for named in rows for batch, _ in named})
-    last: dict[_Row, int] = {}  # number of the last start in which each row was yielded
-    last_time: dict[tuple[int, _Row], int] = {}  # index in `found` of the last time that a row was yielded in a start
-    for time, ((_, each, _), named) in enumerate(zip(found, rows, strict=True)):
-        for row in named:
-            last[row] = max(last.get(row, 0), each.start_number)
-            last_time[each.start_number, row] = time
+    rows_of_each = [_receipts(recorded, bits) for _, recorded, bits in found]
+    outcomes = _acknowledged(ledger, {batch for rows in rows_of_each for batch, _ in rows})
+    last_start: dict[_Row, int] = {}  # number of the last start in which each row was yielded
+    last_index: dict[tuple[int, _Row], int] = {}  # index in `found` of the last time that a start yielded a row
+    for index, ((_, recorded, _), rows) in enumerate(zip(found, rows_of_each, strict=True)):
+        for row in rows:
+            last_start[row] = max(last_start.get(row, 0), recorded.start_number)
+            last_index[recorded.start_number, row] = index
     sightings = []
-    for time, ((source, each, _), named) in enumerate(zip(found, rows, strict=True)):
-        names, lost = set(), each.lost
-        for row in named:
-            name = outcomes.get((each.start_number, row), "") if last_time[each.start_number, row] == time else ""
-            is_later = last[row] > each.start_number or last_time[each.start_number, row] > time
-            lost |= bool(name) and is_later
-            names.add(name or ("repeated" if is_later and not each.lost else ""))
-        outcome = " and ".join(sorted(filter(None, names)))
-        sightings.append(Sighting.of(source, each, lost=lost, outcome=outcome))
+    for index, ((source, recorded, _), rows) in enumerate(zip(found, rows_of_each, strict=True)):
+        row_outcomes, lost = set(), recorded.lost
+        for row in rows:
+            start_and_row = recorded.start_number, row
+            outcome = outcomes.get(start_and_row, "") if last_index[start_and_row] == index else ""
+            is_yielded_later = last_start[row] > recorded.start_number or last_index[start_and_row] > index
+            lost |= bool(outcome) and is_yielded_later
+            row_outcomes.add(outcome or ("repeated" if is_yielded_later and not recorded.lost else ""))
+        outcome = " and ".join(sorted(filter(None, row_outcomes)))
+        sightings.append(Sighting.of(source, recorded, lost=lost, outcome=outcome))
     return sightings
 
 
-def _named_rows(recorded: RecordedBatch, bits: int) -> list[_Row]:
+def _receipts(recorded: RecordedBatch, bits: int) -> list[_Row]:
+    """Return the receipts of those rows of a batch that are set in `bits`."""
     batch = recorded.batch.epoch << EPOCH_SHIFT | recorded.batch.slot
     return [(batch, row) for row in range(bits.bit_length()) if bits >> row & 1]
 
 
 def _acknowledged(ledger: LedgerFiles, batches: Iterable[int]) -> dict[tuple[int, _Row], str]:
-    """Return the acknowledgement of each row of these batches, by number of the start and row."""
+    """Return the acknowledgement of each row of these batches, by the start in which it was acknowledged, and row."""
     wanted, found = set(batches), {}
-    for began, record in ledger.acknowledged():
+    for start_number, record in ledger.acknowledged():
+        outcome = "trained" if record.kind == "done" else f"dropped: {record.reason}"
         for batch in wanted & record.rows.keys() if record.kind != "again" else ():
             bits = int.from_bytes(record.rows[batch], "little")
             for row in (row for row in range(bits.bit_length()) if bits >> row & 1):
-                found[began, (batch, row)] = "trained" if record.kind == "done" else f"dropped: {record.reason}"
+                found[start_number, (batch, row)] = outcome
     return found
 
 
 def _find_keys(
     ledger: LedgerFiles, keys: Iterable[str], *, source: str | None = None, data: str | None = None
 ) -> dict[str, Found | None]:
-    """Return for each key where its sample was yielded, or None for an unknown key.
+    """Return where the samples with each key were yielded, or None for a key that no sample has.
 
     `source`: only this source of a `Blend`. `data`: the new location of its samples. Raises `SavableError` for an
     unknown source, and for data that are not those of the run.
     """
     found: dict[str, Found | None] = dict.fromkeys(keys)
     for each in _chosen_sources(ledger, source, data):
-        indices = _indices(_dataset(ledger, each, data), found)
-        found |= {key: found[key] or [] for key in indices.values()}
-        for index, recorded, rows in ledger.find(each.tag, set(indices)):
-            found[indices[index]] = [*(found[indices[index]] or []), (each.name, recorded, rows)]
+        key_of = _keys_by_index(_dataset(ledger, each, data), found)
+        found |= {key: found[key] or [] for key in key_of.values()}
+        for index, recorded, rows in ledger.find(each.tag, set(key_of)):
+            found[key_of[index]] = [*(found[key_of[index]] or []), (each.name, recorded, rows)]
     return found
 
 
@@ -210,16 +213,16 @@ def _chosen_sources(ledger: LedgerFiles, source: str | None, data: str | None) -
     names = [each.name for each in ledger.sources]
     if source is not None and source not in names:
         raise SavableError(f"{ledger.folder}: no source is called {source!r}. The sources are {', '.join(names)}.")
-    chosen = [each for each in ledger.sources if source in (None, each.name)]
+    chosen = [each for each in ledger.sources if source in (None, each.name)]  # all sources if `source` is None
     if data is not None and len(chosen) > 1:
         raise SavableError(f"--data needs --source, one of {', '.join(names)}")
     return chosen
 
 
 def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dataset:
-    """Open the samples of a source, numbered as in the last start that used it.
+    """Open the dataset of a source with the settings of the last start that used it.
 
-    Raises `SavableError` if the files have other samples than the run read, because every answer would be wrong.
+    `data` is its new location. Raises `SavableError` if its files have other samples than the run has read.
     """
     start = next(start for start in reversed(ledger.starts) if source.tag in [each.tag for each in start.sources])
     saved = unpack_fingerprint(start.fingerprint)
@@ -239,15 +242,15 @@ def _dataset(ledger: LedgerFiles, source: LedgerSource, data: str | None) -> Dat
 def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]) -> str:
     """Return the name of a source's reader in the run's settings, such as "web/ParquetReader".
 
-    Raises `SavableError` unless the source has one reader, of a kind that this file can open.
+    Raises `SavableError` unless the source has one reader, of a kind that `_open_dataset` can open.
     """
     prefix = f"{source.name}/" if source.name else ""
-    named = [
+    shard_fields = [
         name.removeprefix(prefix)
         for name in fields
         if name.startswith(prefix) and name.partition("#")[0].endswith(_SHARDS)
     ]
-    readers = [name for name in named if "/" not in name]
+    readers = [name for name in shard_fields if "/" not in name]
     if len(readers) == 1 and readers[0].removesuffix(_SHARDS) in _KINDS:
         return prefix + readers[0].removesuffix(_SHARDS)
     kinds = sorted({name.partition("#")[0].removesuffix(_SHARDS) for name in readers}) or ["a stage of its own"]
@@ -259,6 +262,7 @@ def _reader_of(ledger: LedgerFiles, source: LedgerSource, fields: dict[str, Any]
 
 
 def _open_dataset(reader: str, files: Shards, settings: dict[str, Any], pinned: dict[str, bytes]) -> Dataset:
+    """Open files as a reader with this class name and these settings does."""
     kind = _KINDS[reader]
     known: dict[str, Any] = {
         name: settings.get(name)
@@ -268,8 +272,8 @@ def _open_dataset(reader: str, files: Shards, settings: dict[str, Any], pinned: 
     return open_any(files, format=kind, pinned=pinned, **known)
 
 
-def _indices(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
-    """Return the key of each sample that has one of `keys`, by its index. Reads all keys."""
+def _keys_by_index(dataset: Dataset, keys: Iterable[str]) -> dict[int, str]:
+    """Return the samples that have one of `keys`, as a dict of index to key. This reads all keys of the dataset."""
     wanted = set(keys)
     return {index: key for index, key in enumerate(dataset.all_keys()) if key in wanted}
 
@@ -294,25 +298,24 @@ def rebuild_batch(pipeline: PipelineFunction, ledger: LedgerFiles, epoch: int, s
     lane = slot % start.lanes
     local = LocalLanes(LaneJob(pipeline, start.seed, start.lanes, start.pad), lane)
     facts = _facts_at(recorded, local)
-    at = ledger.state_before(epoch, slot)
-    before, saved = (
-        (lane, LaneState(lane, epoch)) if at is None else (at.slot, unpack_state(at.state, LaneState, "lane"))
-    )
+    record = ledger.state_before(epoch, slot)
+    saved = LaneState(lane, epoch) if record is None else unpack_state(record.state, LaneState, "lane")
+    next_slot = lane if record is None else record.slot
     state = pack_state(replace(saved, facts=facts.digest))
-    makers = InProcess(local.runner)
-    for _ in range((slot - before) // start.lanes):
-        state = makers.answer(makers.request(lane, state, "skip", facts)).state
-    rebuilt = makers.answer(makers.request(lane, state, facts=facts))
-    last = local.runner.at_position(lane, rebuilt.state)
+    builder = InProcess(local.runner)
+    for _ in range((slot - next_slot) // start.lanes):
+        state = builder.answer(builder.request(lane, state, "skip", facts)).state
+    rebuilt = builder.answer(builder.request(lane, state, facts=facts))
+    last = local.runner.stage_at(lane, rebuilt.state)
     assert last is not None
     _check_samples(rebuilt.samples, recorded)
     return RebuiltBatch(rebuilt.batch, last, recorded)
 
 
 def _facts_at(recorded: RecordedBatch, local: LocalLanes) -> RunFacts:
-    """Return the facts of the run at a batch, with the number of current shards that its lanes read in each epoch.
+    """Return the facts of the run at a batch, so that its lanes read only the shards that the run had then.
 
-    Raises `CheckpointMismatchError` if anything but later shards differs.
+    Raises `CheckpointMismatchError` if the pipeline differs from that of the run in more than added shards.
     """
     start, facts = recorded.start, recorded.facts
     saved = unpack_fingerprint(start.fingerprint)

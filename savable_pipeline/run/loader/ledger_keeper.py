@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger import records
-from savable_pipeline.run.loader.acknowledgements import Noted
+from savable_pipeline.run.loader.acknowledgements import Outcomes
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -38,25 +38,30 @@ _COSTS = ("Balance/cost", "OnlinePacker/cost")  # the last stage with costs come
 
 
 class LedgerKeeper(Observer):
-    """Writes a file, started by the first batch or skip of a new or loaded loader.
+    """Observer that writes batches and counters to a ledger file.
 
-    Ranks that can communicate start their files together. If one fails, every rank raises that error. The run's
-    counters are written at the start and end of a file, and in between. `noted` returns what the trainer has
-    acknowledged since the last call.
+    The file is created at the first batch or skip of a new or loaded loader. Ranks that can communicate create their
+    files together. If one fails, every rank raises that error. The run's counters are written at the start and end of a
+    file, and in between. `outcomes` returns what the trainer has acknowledged since the last call.
     """
 
     def __init__(
-        self, settings: LoaderSettings, local: LocalLanes, states: States, stats: Stats, noted: Callable[[], Noted]
+        self,
+        settings: LoaderSettings,
+        local: LocalLanes,
+        states: States,
+        stats: Stats,
+        outcomes: Callable[[], Outcomes],
     ) -> None:
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
-        self._local, self._states, self._stats, self._noted = local, states, stats, noted
+        self._local, self._states, self._stats, self._outcomes = local, states, stats, outcomes
         self._lock = Lock()  # locked because other threads save
         self._writer: records.LedgerWriter | None = None
         self._file_started = self._counters_due = 0.0
         self._last = (0, 0)  # epoch and slot of the last batch
         self._facts = NO_FACTS  # the facts that were last written to the file
-        self._fresh = True  # whether no state has been loaded and nothing skipped
+        self._is_first_start = True  # whether no state was loaded, and nothing was skipped
         self._saved: records.Saved | None = None  # the last saved state, until the next batch
 
     def on_batch(self, step: BatchStep) -> None:
@@ -66,44 +71,45 @@ class LedgerKeeper(Observer):
         elif step.delivery.remaining:
             epoch, slot = step.epoch_and_slot
             record = records.Batch.of(epoch, slot, in_rows(step.samples, step.delivery.remaining))
-            writer = self._open(step.at)
+            writer = self._open(step.before)
             with self._lock:
                 writer.write(replace(record, again=mask_bytes(step.repeated) or b"\0"))
         self._write_acknowledged()
 
     def _write(self, step: BatchStep) -> None:
-        now, at, counts = time.monotonic(), step.at, step.delivery.counts
-        writer = self._open(at)
-        lane = at.own_slot % at.lane_count
+        """Write the batch of a new slot, and before it what has changed since the last batch."""
+        now, position, counts = time.monotonic(), step.before, step.delivery.counts
+        writer = self._open(position)
+        lane = position.own_slot % position.lane_count
         cost = next((int(counts[name]) for name in _COSTS if name in counts), 0)
-        self._last = at.epoch, at.own_slot
+        self._last = position.epoch, position.own_slot
         if now >= self._counters_due:
             self._counters_due = now + max(_LEAST_S, _LEAST_FRACTION * (now - self._file_started))
             self._write_counters(writer)
-        if at.facts is not self._facts and at.facts != self._facts:
-            if at.facts.decisions != self._facts.decisions:
+        if position.facts is not self._facts and position.facts != self._facts:
+            if position.facts.decisions != self._facts.decisions:
                 writer.forget_lanes()
-            self._facts = at.facts
-            writer.write(records.Facts(at.facts))
+            self._facts = position.facts
+            writer.write(records.Facts(position.facts))
         self._write_saved(writer)
         with self._lock:
-            writer.append(at.epoch, at.own_slot, lane, at.lanes[lane].state, step.samples, cost)
+            writer.append(position.epoch, position.own_slot, lane, position.lanes[lane].state, step.samples, cost)
 
     def _write_acknowledged(self) -> None:
         """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
             with self._lock:
-                for (kind, reason), rows in self._noted().items():
+                for (kind, reason), rows in self._outcomes().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
                     self._writer.write(records.Acknowledged(kind, reason, masks))
 
-    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Remember to record the saved state with the next batch.
+    def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        """Record the saved state with the next batch.
 
-        A kill before that batch may lose the state.
+        It is not recorded earlier, because a kill before that batch may lose the state.
         """
-        if (at.epoch, at.slot) > (0, 0):
-            self._saved = records.Saved(at.epoch, at.slot)
+        if (position.epoch, position.slot) > (0, 0):
+            self._saved = records.Saved(position.epoch, position.slot)
         self._write_acknowledged()
 
     def _write_saved(self, writer: records.LedgerWriter) -> None:
@@ -114,43 +120,35 @@ class LedgerKeeper(Observer):
     def _write_counters(self, writer: records.LedgerWriter) -> None:
         writer.write(records.Numbers(*self._last, time.time_ns(), self._stats.totals(), self._stats.names()))
 
-    def on_skip(self, at: Position) -> None:
+    def on_skip(self, position: Position) -> None:
         """Record that slots are skipped. Raises `SavableError` if it cannot be written."""
-        if not at.is_over:
-            self._fresh = False
-            if (at.epoch, at.own_slot) <= self._last:
-                self._start_new_file()  # the last batch was taken back, and must count as lost
-            self._open(at)
+        if not position.is_over:
+            self._is_first_start = False
+            if (position.epoch, position.own_slot) <= self._last:
+                self._start_new_file()  # the run went back before the last batch, which must count as lost
+            self._open(position)
 
-    def _open(self, at: Position) -> records.LedgerWriter:
-        if (at.epoch, at.own_slot) < self._last:
+    def _open(self, position: Position) -> records.LedgerWriter:
+        """Return the writer of the current file. Create a file if there is none, or the run went back."""
+        if (position.epoch, position.own_slot) < self._last:
             self._start_new_file()  # the run has returned to an earlier position
         if self._writer is None:
-            self._writer = self._create_agreed_file(at, _sources(self._local.last_stage), self._states.packed)
+            self._writer = self._create_agreed_file(position, _sources(self._local.last_stage), self._states.packed)
             self._file_started = time.monotonic()
             self._counters_due = 0.0  # counters are due before the first batch
         return self._writer
 
     def _create_agreed_file(
-        self, at: Position, sources: list[records.LedgerSource], fingerprint: bytes
+        self, position: Position, sources: list[records.LedgerSource], fingerprint: bytes
     ) -> records.LedgerWriter:
-        """Create this rank's file, once all ranks that can communicate have theirs."""
-        ranks = at.ranks
+        """Create this rank's file. If another rank that can communicate fails to create its own, raise that error."""
+        ranks = position.ranks
         number = records.next_number(self._folder)
         if ranks.has_group:
             number = ranks.agree(number, smallest=False)
-        position = (at.lane_count, self._seed, at.epoch, at.slot)
-        start = records.Start(
-            records.FORMAT,
-            number,
-            ranks.rank,
-            ranks.world_size,
-            *position,
-            sources,
-            fingerprint,
-            at.pad,
-            os.cpu_count() or 0,
-        )
+        rank, where = (ranks.rank, ranks.world_size), (position.lane_count, self._seed, position.epoch, position.slot)
+        cores = os.cpu_count() or 0
+        start = records.Start(records.FORMAT, number, *rank, *where, sources, fingerprint, position.pad, cores)
         if not ranks.has_group:
             return self._create_file(start)
         try:
@@ -165,8 +163,8 @@ class LedgerKeeper(Observer):
         raise SavableError("; ".join(f"rank {rank}: {found}" for rank, found in errors_by_rank.items()))
 
     def _create_file(self, start: records.Start, *, checks_folder: bool = True) -> records.LedgerWriter:
-        """Create this rank's file. With `checks_folder`, raise `SavableError` for a saved state that was not loaded."""
-        if self._fresh and checks_folder:
+        """Create this rank's file. With `checks_folder`, first check that no saved state should have been loaded."""
+        if self._is_first_start and checks_folder:
             check_not_forgotten(self._folder, start)
         return records.LedgerWriter(self._folder, start)
 
@@ -184,17 +182,20 @@ class LedgerKeeper(Observer):
         self._writer.close()
         self._counters_due = 0.0
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Return a function that closes the file, for a run at another position."""
+    def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Return a function that closes the file if a state is loaded.
+
+        The next batch creates another file.
+        """
         return None if state is None else self._start_new_file
 
     def _start_new_file(self) -> None:
         self.close()
-        self._writer, self._facts, self._fresh, self._last = None, NO_FACTS, False, (0, 0)
+        self._writer, self._facts, self._is_first_start, self._last = None, NO_FACTS, False, (0, 0)
 
 
 def in_rows(samples: BatchSamples, numbers: Sequence[int]) -> BatchSamples:
-    """Return the same items with their rows renumbered: row i becomes `numbers[i]`."""
+    """Return the same samples with their rows renumbered: row i becomes `numbers[i]`."""
     if list(numbers) == list(range(len(numbers))):
         return samples
     rows = np.array(numbers, np.int64)
@@ -205,10 +206,7 @@ def _sources(last: Stage) -> list[records.LedgerSource]:
     """Return the sources of a pipeline, in the order of the data path."""
     return [
         records.LedgerSource(
-            stage.info.branch,
-            tag,
-            _address(stage),
-            saved_files(stage.files) if isinstance(stage, RecordReader) else "",
+            stage.info.branch, tag, _address(stage), saved_files(stage.files) if isinstance(stage, RecordReader) else ""
         )
         for stage in upstream(last)
         if not stage.sources
@@ -222,7 +220,7 @@ def _address(reader: Stage) -> str:
 
 
 def saved_files(files: str | tuple[str, ...]) -> str | list[str]:
-    """Return a reader's files as absolute paths, and "" for a URL with a password."""
+    """Return a reader's files as absolute paths; "" if one has a password."""
     named = [files] if isinstance(files, str) else list(files)
     if not any(named) or any("@" in name.partition("://")[2].partition("/")[0] for name in named):
         return ""
@@ -231,9 +229,9 @@ def saved_files(files: str | tuple[str, ...]) -> str | list[str]:
 
 
 def check_not_forgotten(folder: Path, start: records.Start) -> None:
-    """Warn if a ledger has batches of a run that starts without a state.
+    """Warn if the ledger already has batches of a run that starts without a state.
 
-    Raises `SavableError` if the ledger also has a state that was saved after some batch, which should be loaded.
+    Raises `SavableError` if the run has also saved a state, because that should be loaded.
     """
     last, saved = (-1, -1), None
     for path in sorted(folder.glob(f"*-rank-{start.rank:05d}{records.SUFFIX}")):

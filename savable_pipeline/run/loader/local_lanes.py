@@ -1,4 +1,4 @@
-"""`LocalLanes`: lanes of the trainer's process, their number, and hints.
+"""`LocalLanes`: the trainer's own lanes, their default number, and warnings.
 
 Without `lanes=`, the data set the number of lanes:
 
@@ -53,7 +53,10 @@ from savable_pipeline.stages.task_encoder import TaskEncoder
 
 
 def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
-    """Return the chunk sizes of an epoch by branch; branches with other readers lack."""
+    """Return the chunk sizes of an epoch by branch, see `RunFacts`.
+
+    A branch whose readers differ is not included.
+    """
     found: ChunkSizes = {}
     differing = set()
     for stage in upstream(last):
@@ -65,29 +68,32 @@ def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
 
 
 class LocalLanes:
-    """Builds lanes to run them with `runner`, or to inspect one, `example_lane`."""
+    """Builds lanes in this process, to run or to inspect them.
+
+    `runner` runs lanes. `example_lane` is the one whose stages are inspected.
+    """
 
     def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
         self._job_lanes, self._example_lane = job.lanes, example_lane
-        self._example: Stage | None = None
+        self._example: Stage | None = None  # the last stage of the inspected lane
         self._exclude_files: list[ExcludeFile] = []
-        self._hinted = False
+        self._hinted = False  # whether hints about the pipeline were logged
         self.facts = NO_FACTS  # facts of the run
         self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set after the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
     def last_stage(self) -> Stage:
-        """Return the last stage of a lane, to inspect its settings and data path.
+        """Return the last stage of a lane, to inspect it and the stages upstream.
 
-        Building it opens the shards, and indexes them on first use.
+        The first call opens the shards, and indexes them if they have no index.
         """
         if self._example is None:
             self._example = self._build_example(self.facts)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
-            self._exclude_files = self._exclude_files or files  # as they were first read, also after `close`
+            self._exclude_files = self._exclude_files or files  # after `close` too, compare with the first contents
             if not self._hinted and LANE_COUNT in self.pinned:
                 log_hints(self._example)
                 self._hinted = True
@@ -99,18 +105,20 @@ class LocalLanes:
             file.verify()
 
     def _build_example(self, facts: RunFacts) -> Stage:
+        """Return the last stage of a new lane with these facts."""
         with as_in_a_worker(set(KINDS)):
-            return self.runner.build(self._example_lane % self.lanes, 0, facts)[0]
+            last_stage, _ = self.runner.build(self._example_lane % self.lanes, 0, facts)
+        return last_stage
 
     def built_with(self, decisions: Decisions) -> Stage:
-        """Return the last stage with these decisions.
+        """Return the last stage of a lane with these decisions.
 
-        Raises ValueError if they do not fit.
+        Raises ValueError if they do not fit the pipeline.
         """
         return self._build_example(replace(self.facts, decisions=decisions))
 
     def use_facts(self, facts: RunFacts) -> None:
-        """Use these facts, without their chunk sizes, for lanes inspected from now on.
+        """Inspect lanes with these facts, without their chunk sizes, from now on.
 
         Raises `CheckpointMismatchError` if the data lack shards, and ValueError if the facts do not fit. In both cases
         nothing changes.
@@ -134,7 +142,7 @@ class LocalLanes:
     def lanes(self) -> int:
         """Return the number of lanes of the run.
 
-        Until it is set, this is the number in the job.
+        It is that of the job as long as `set_lanes` was not called.
         """
         return int(self.pinned.get(LANE_COUNT, self._job_lanes))
 
@@ -170,17 +178,17 @@ log = logging.getLogger(__name__)
 _LANE_COUNTS = (MOST_LANES, 48, 24, 8, 4, 2)
 _LEAST_ENDLESS_LANES = 8  # least number of lanes of an endless run
 _BATCHES_PER_LANE = 10  # least number of batches of each lane in an epoch
-_IDLE_WORKERS = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
+_IDLE_WARNING = "%d workers for the %d lanes of this rank: some stay idle. For a new run, use lanes=%d or more."
 
 
-def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: int | None) -> LoaderSettings:
-    """Set the number of lanes of a run, and return its settings.
+def with_lanes(settings: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: int | None) -> LoaderSettings:
+    """Set the number of lanes of a run, and return the settings with this number.
 
     Args:
-        wanted: The settings of the loader.
+        settings: The settings of the loader.
         ranks: The rank of this process.
-        local: Builds the lanes of the run.
-        lanes: The number of lanes. None: by the data.
+        local: Builds the lanes of the run. Its number of lanes is set.
+        lanes: The number of lanes. None: the data determine it.
 
     Raises:
         ValueError: The number does not fit the ranks or `epoch_slots`.
@@ -192,16 +200,19 @@ def with_lanes(wanted: LoaderSettings, ranks: Ranks, local: LocalLanes, lanes: i
         if batches is not None:
             log.info("lanes=%d, because an epoch has %d batches. Pass another number to a new run.", lanes, batches)
     check_lanes(ranks, lanes, source)
-    settings = dataclasses.replace(wanted, lanes=lanes)
+    settings = dataclasses.replace(settings, lanes=lanes)
     local.set_lanes(lanes)
     own_lanes = lanes // ranks.world_size
     if ranks.builds and settings.num_workers > own_lanes:
-        log.warning(_IDLE_WORKERS, settings.num_workers, own_lanes, settings.num_workers * ranks.world_size)
+        log.warning(_IDLE_WARNING, settings.num_workers, own_lanes, settings.num_workers * ranks.world_size)
     return settings
 
 
 def lanes_for(batches: int | None, *, endless: bool) -> int:
-    """Return the number of lanes for an epoch of `batches` batches, None if unknown."""
+    """Return the default number of lanes for `batches` batches per epoch.
+
+    None means that the number of batches is unknown.
+    """
     if batches is None:
         return MOST_LANES
     lanes = next((lanes for lanes in _LANE_COUNTS if batches >= _BATCHES_PER_LANE * lanes), 1)
@@ -228,7 +239,7 @@ def first_epoch_batches(last: Stage) -> int | None:
     return max(0, count - len(excluded)) // last.size
 
 
-# stages that keep samples of a block together: 87 % of them in batches of samples, about a third in packs
+# Through these stages, samples of a block stay together: 87 % of them in batches of samples, about a third in packs.
 _ORDER_PRESERVING = (Blend, Filter, Join, PassThrough, Encode, OnlinePacker, Batcher)
 
 
@@ -242,7 +253,7 @@ def log_hints(last: Stage) -> None:
 
 @cache
 def _warn_of_blocks() -> None:
-    """Warn once in a process, because its later loaders, such as for evaluation, are similar."""
+    """Warn about an unshuffled order, once in a process, because later loaders are similar."""
     log.warning(
         "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
         BLOCK_SIZE,
@@ -251,7 +262,7 @@ def _warn_of_blocks() -> None:
 
 
 def _preserves_blocks(stage: Stage) -> bool:
-    """Return whether consecutive samples stay together, because the user has set no block size.
+    """Return whether consecutive samples stay together, and the user has not chosen that by a block size.
 
     The result is False for a finite run, which is usually an evaluation, whose order does not matter. It is also False
     for windows of tokens, because consecutive windows are not similar.
@@ -264,10 +275,11 @@ def _preserves_blocks(stage: Stage) -> bool:
 
 
 def _hints(last: Stage) -> Iterator[str]:
+    """Yield messages about settings that were probably not intended."""
     if not isinstance(last, BatchStage):
         yield (f"the pipeline ends with {type(last).__name__}, so each step yields a single element. Add .batch(size).")
-    found = [stage.info.encoder for stage in upstream(last)]
-    for encoder in {type(each): each for each in found if each is not None}.values():
+    encoders = [stage.info.encoder for stage in upstream(last)]
+    for encoder in {type(each): each for each in encoders if each is not None}.values():
         yield from _unsaved_settings(encoder)
     if any(LAMBDA in stage.settings().values() for stage in upstream(last)):
         yield ("Lambdas are not compared on resume. Use a named function.")
@@ -302,11 +314,14 @@ def _unsaved_settings(encoder: TaskEncoder) -> Iterator[str]:
 
 
 def _early_schedule_hints(stage: Stage, ahead: int = 0) -> Iterator[str]:
-    """Yield hints about points of schedules that buffers of `ahead` items reach before the first batch."""
+    """Yield hints about schedules that change before the first batch, because buffers draw so many samples ahead.
+
+    `ahead` is the number of items in the buffers between this stage and the batches.
+    """
     if isinstance(stage, Blend):
         drawn = ahead * stage.lane.count
-        early = [point for point in stage.schedule.starts[1:] if point <= drawn] if stage.schedule is not None else []
-        if early:
+        changes = stage.schedule.starts[1:] if stage.schedule is not None else []
+        if early := [change for change in changes if change <= drawn]:
             yield (
                 f"the schedule changes at {early[0]:,}, but later buffers draw {drawn:,} samples before the first "
                 "batch. Move the buffers into the sources of the Blend, or change the point."

@@ -1,10 +1,11 @@
-"""Wrong uses of a loader: in another process, or by a trainer without its state.
+"""Errors and warnings about wrong uses of a loader.
 
-If a loader were used in each of N workers, or in a forked process and its parent, each would yield the same batches.
+Processes must not share a loader: each of N workers, or a fork and its parent, would get the same batches.
 
-Trainers are detected by the module that calls. A trainer that saves only rank 0's state, or that fetches ahead, gets an
-error instead of the state. Its checkpoints would look complete, but lack lanes or be a batch late. A trainer that saves
-no state at all causes a warning when it starts, because a callback of the user may save it.
+Some trainers lose the loader's state. They are detected by the module that calls the loader. A trainer that saves only
+rank 0's state, or that fetches ahead, gets an error instead of the state. Its checkpoints would look complete, but lack
+lanes or be a batch late. A trainer that saves no state causes only a warning, because a callback of the user may save
+it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class IterationGuard:
-    """Checks that one thread of the process that created a loader uses it.
+    """Checks that the process that created a loader uses it, one thread at a time.
 
-    `ranked`: whether rank and world size were passed as numbers. `thread` has the "id" of the thread that moves the
-    loader. `checked`: whether the loader has checked that it may iterate here, which it does once in each process.
+    `ranked`: whether rank and world size were passed as numbers. `thread` has the "id" of the thread that uses the
+    loader now, if any. `checked`: whether the loader has checked that it may iterate in this process.
     """
 
     def __init__(self, *, ranked: bool) -> None:
@@ -42,7 +43,7 @@ class IterationGuard:
     def claim(self) -> None:
         """Reserve the loader for this thread.
 
-        Raises `SavableError` if another thread has it.
+        Raises `SavableError` if another thread has reserved it.
         """
         own_id = get_ident()
         if self.thread.setdefault("id", own_id) != own_id:
@@ -66,7 +67,10 @@ class IterationGuard:
             self.release()
 
     def check(self) -> None:
-        """Raise `SavableError` in another process, or in a torch worker without a rank."""
+        """Raise `SavableError` if this process must not use the loader.
+
+        It must be the process that created it, and no worker of torch's DataLoader without a rank of its own.
+        """
         worker = _torch_worker()
         if os.getpid() == self._pid:
             if worker and not self._ranked:
@@ -101,14 +105,14 @@ _ALTERNATIVES = (
 
 
 def _torch_worker() -> str:
-    """Describe the worker of torch's DataLoader that this process is, or return ""."""
+    """If this process is a worker of torch's DataLoader, return words that name it, else ""."""
     module = imported("torch.utils.data._utils.worker")
     info = module and module.get_worker_info()
     return f"worker {info.id} of the {info.num_workers} of torch's DataLoader" if info else ""
 
 
 def warn_unloaded() -> None:
-    """Warn if a restarted job uses a loader that has loaded no state."""
+    """Warn if a job was restarted. The caller's loader has loaded no state."""
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         if (count := os.environ.get(name, "0")) not in ("", "0"):
             log.warning(
@@ -121,7 +125,7 @@ def warn_unloaded() -> None:
 
 _LIGHTNING = "lightning.pytorch"
 _SAVES_RANK_0 = "saves the state of rank 0 only"
-_FIXES = {  # by calling module: whether a single rank is rejected too, the problem, and the solution
+_FIXES = {  # by start of the calling module's name: whether a single rank is rejected too, problem, and solution
     "accelerate.checkpointing": (False, f"Accelerate {_SAVES_RANK_0}", "savable_pipeline.trainers.accelerate.prepare"),
     "lightning.fabric.strategies": (False, f"Fabric {_SAVES_RANK_0}", "savable_pipeline.trainers.fabric.setup_loader"),
     _LIGHTNING: (
@@ -134,9 +138,10 @@ _COMPOSER = (f"Composer {_SAVES_RANK_0}", "savable_pipeline.trainers.composer.Sa
 
 
 def reject_trainer(caller: str, outer_caller: str, world_size: int) -> None:
-    """Raise `SavableError` if the module `caller` is of a trainer that loses states.
+    """Raise `SavableError` if a trainer that loses states asks for the state.
 
-    `outer_caller` is the module that called `caller`. Composer calls a callback of the user, which calls the loader.
+    `caller` is the module that asks for the state, and `outer_caller` the module that called it: Composer calls a
+    callback of the user, which asks for the state.
     """
     if world_size > 1 and (caller.startswith("composer.core.") or outer_caller.startswith("composer.core.")):
         raise _trainer_error(*_COMPOSER)
@@ -148,9 +153,10 @@ def reject_trainer(caller: str, outer_caller: str, world_size: int) -> None:
 
 
 def reject_fetching_ahead(caller: str) -> None:
-    """Raise `SavableError` for a module of Lightning's Trainer, which fetches ahead.
+    """Raise `SavableError` if Lightning's Trainer, which fetches ahead, is calling.
 
-    That trainer also drops the saved state when it resumes from a checkpoint of an epoch's end.
+    `caller` is the module that calls. That trainer also drops the saved state when it resumes from a checkpoint of an
+    epoch's end.
     """
     if _modern_name(caller).startswith(_LIGHTNING):
         _, why, fix = _FIXES[_LIGHTNING]
@@ -158,7 +164,10 @@ def reject_fetching_ahead(caller: str) -> None:
 
 
 def reject_fit(caller: str) -> None:
-    """Raise `SavableError` if Lightning's `fit` iterates, whose first save would fail."""
+    """Raise `SavableError` if Lightning's `fit` iterates.
+
+    Its first checkpoint would fail.
+    """
     frame = inspect.currentframe() if _modern_name(caller).startswith(_LIGHTNING) else None
     while frame is not None:
         module = _modern_name(frame.f_globals.get("__name__", ""))
@@ -169,7 +178,7 @@ def reject_fit(caller: str) -> None:
 
 
 def _modern_name(module: str) -> str:
-    """Return the name that a module of an older package has in the package `lightning`."""
+    """Return the current name of a module of Lightning's older packages."""
     return module.replace("pytorch_lightning.", "lightning.pytorch.").replace("lightning_fabric.", "lightning.fabric.")
 
 
@@ -177,23 +186,23 @@ def _trainer_error(why: str, fix: str) -> SavableError:
     return SavableError(f"{why}. Pass the result of {fix} instead of the loader.")
 
 
-def warn_unsaved(caller: str, at: Position, *, restarts: bool) -> None:
-    """Warn if a trainer that saves no state, known by its module, starts to iterate.
+def warn_unsaved(caller: str, position: Position, *, restarts: bool) -> None:
+    """Warn if a trainer that does not save the loader's state starts to iterate.
 
-    Raises `SavableError` for Lightning's `fit`. A loader that restarts, for evaluation, needs no state. If a state was
-    loaded, something has saved it.
+    `caller` is the module that calls `iter`. Raises `SavableError` for Lightning's `fit`. There is no warning for a
+    loader that restarts, because evaluation needs no state, or that has loaded a state, because something has saved it.
     """
     reject_fit(caller)
-    is_resumed = at.iterator == "loaded" or at.epoch or at.slot
+    is_resumed = position.iterator == "loaded" or position.epoch or position.slot
     if is_resumed or restarts or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
-        _warn_unsaving("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
+        _warn_unsaved_by("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")
     elif (state := imported("accelerate.state")) and state.is_initialized():
-        _warn_unsaving("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
+        _warn_unsaved_by("an Accelerator", "Use savable_pipeline.trainers.accelerate.prepare(accelerator, loader)")
 
 
-def _warn_unsaving(trainer: str, fix: str) -> None:
+def _warn_unsaved_by(trainer: str, fix: str) -> None:
     log.warning(
         "%s does not save the state of a SavableLoader, so a resumed run would restart at slot 0. %s, or save the "
         "state yourself.",
@@ -202,7 +211,7 @@ def _warn_unsaving(trainer: str, fix: str) -> None:
 
 
 def reject_dataset() -> NoReturn:
-    """Raise AttributeError for a caller that would skip batches of a dataset."""
+    """Raise AttributeError for `loader.dataset`, of which trainers skip batches."""
     raise AttributeError(
         "a SavableLoader has no dataset. Do not skip batches, because its state says where to resume (Hugging "
         "Face: ignore_data_skip=True)."
@@ -210,7 +219,10 @@ def reject_dataset() -> NoReturn:
 
 
 def reject_items() -> NoReturn:
-    """Raise TypeError for a caller that uses the loader as a dataset."""
+    """Raise TypeError for a caller that uses the loader as a dataset.
+
+    Such a caller is torch's DataLoader.
+    """
     raise TypeError(
         "a SavableLoader is no dataset. Iterate over it instead of a DataLoader, or use sp.StatefulDataset with "
         "torchdata."
@@ -218,17 +230,20 @@ def reject_items() -> NoReturn:
 
 
 def reject_samplers(*callers: str) -> None:
-    """Raise TypeError if one of these modules, which call `len`, is of torch."""
+    """Raise TypeError if a sampler of torch asks for the loader's length.
+
+    `callers` are the modules that ask.
+    """
     if any(caller.startswith("torch.utils.data.") for caller in callers):
         reject_items()
 
 
 def caller(up: int = 0) -> str:
-    """Return the module of the caller's caller, or of one `up` frames higher, or "".
+    """Return the module that called the calling function, or "".
 
-    Trainers use the protocol that all loaders share, which does not show what they save. Without this check, a
-    checkpoint that lacks most lanes would only be noticed when it is loaded, perhaps days later. The check takes a
-    microsecond for each state and only decides whether to raise.
+    `up` selects a frame that many calls higher. By it, trainers that lose states are detected, because no protocol says
+    what they save. Otherwise a checkpoint that lacks most lanes would only be noticed when it is loaded, perhaps days
+    later. This takes a microsecond for each state and only decides whether to raise.
     """
     frame = inspect.currentframe()
     for _ in range(2 + up):

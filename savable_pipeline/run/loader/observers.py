@@ -1,7 +1,9 @@
-"""Observers that change a batch, `Trace`, and `new_observers`, a run's observers.
+"""Observers that change a batch, `Trace`, and `new_observers` of a run.
 
-Run ── BatchStep ──▶ SourceLosses ─▶ SampleIds ─▶ PinnedMemory ─▶ RowsInFlight ─▶ LedgerKeeper ─▶ Stats ──▶ trainer
-                may raise       may replace the batch                        only read
+A run calls its observers in this order:
+
+    SourceLosses ─▶ SampleIds ─▶ PinnedMemory ─▶ RowsInFlight ─▶ LedgerKeeper ─▶ Stats ──▶ trainer
+    may raise       may replace the batch                        only record
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class PinnedMemory(Observer):
 
 
 def in_pinned_memory(batch: Any) -> Any:
-    """Copy the tensors of a batch to pinned memory, or return the batch without a GPU.
+    """Copy the tensors of a batch to pinned memory.
 
-    torch's caching allocator reuses pinned memory only after copies from it have ended, such as those of
-    `tensor.to("cuda", non_blocking=True)`.
+    Without a GPU, return the batch as it is. torch's caching allocator reuses pinned memory only after copies from it
+    have ended, such as those of `tensor.to("cuda", non_blocking=True)`.
     """
     import torch
 
@@ -55,7 +57,7 @@ _UNTAGGED = (1 << TAG_SHIFT) - 1
 
 
 class TracedSample(NamedTuple):
-    """Sample that is in a batch, whole or in part: its shard, key and ref."""
+    """Sample of which an item or a part of one is in a batch: its shard, key and ref."""
 
     shard: str
     key: str
@@ -79,29 +81,34 @@ class Trace(NamedTuple):
 
 
 def traced_rows(last: Stage, samples: BatchSamples) -> list[list[TracedSample]]:
-    """Return the samples of a batch, in order, by row.
+    """Return the samples of each row of a batch, in order.
 
     `last` is the last stage of any lane.
     """
-    return [[_sample(last, ref) for ref in row] for row in samples.by_row()]
+    return [[_traced_sample(last, ref) for ref in row] for row in samples.by_row()]
 
 
-def _sample(stage: Stage, ref: ItemRef) -> TracedSample:
+def _traced_sample(stage: Stage, ref: ItemRef) -> TracedSample:
+    """Return the sample of an item's ref, from the last stage upstream of `stage` that yields samples."""
+    tagged_index, epoch, part = ref
     while stage.info.encoder is not None:
-        stage = next(source for source in stage.sources if tag_of(ref[0]) in source.info.tags)
+        stage = next(source for source in stage.sources if tag_of(tagged_index) in source.info.tags)
     sample = stage.fetch(ref)
-    return TracedSample(sample.shard, sample.key, Ref(sample.ref.source, ref[1], sample.ref.index, ref[2]))
+    return TracedSample(sample.shard, sample.key, Ref(sample.ref.source, epoch, sample.ref.index, part))
 
 
 def source_names(last: Stage) -> dict[int, str]:
-    """Return the name of each reader's source by its tag, "" without a `Blend`."""
+    """Return the name of the source of each reader, by its tag.
+
+    The name is "" without a `Blend`.
+    """
     return {tag: stage.info.branch for stage in upstream(last) if not stage.sources for tag in stage.info.tags}
 
 
 class SampleIds(Observer):
-    """Observer that adds the samples of a batch to it.
+    """Observer that adds the IDs of its samples to each batch.
 
-    With `pad`, batches are padded and have the key "valid". Otherwise such a key is the encoder's own.
+    `pad` says whether batches have padding rows and the key "valid". Otherwise such a key is the encoder's own.
     """
 
     def __init__(self, local: LocalLanes, *, pad: bool) -> None:
@@ -109,7 +116,7 @@ class SampleIds(Observer):
 
     @cached_property
     def _sources(self) -> tuple[Integers, Integers]:
-        """Return the tags of the sources in ascending order, and the number of each source."""
+        """Return the tags of the sources in ascending order, and the number of each in the loader's `sources`."""
         tags = np.array(list(source_names(self._local.last_stage)), dtype=np.int64)
         return np.sort(tags), np.argsort(tags)
 
@@ -139,7 +146,7 @@ class SampleIds(Observer):
 
     def _ids(self, refs: Integers) -> Integers:
         """Return the number of the source, index and part of each item: int64 (items, 3)."""
-        ids = refs.take((0, 0, 2), axis=1)
+        ids = refs.take((0, 0, 2), axis=1)  # tagged index, tagged index, part
         ids[:, 1] &= _UNTAGGED
         tags, numbers = self._sources
         ids[:, 0] = 0 if len(tags) == 1 else numbers[np.searchsorted(tags, refs[:, 0] >> TAG_SHIFT)]
@@ -160,5 +167,5 @@ def new_observers(
     others = [prefetcher.numbers] if rows is None else [rows.table.numbers, prefetcher.numbers]
     stats = Stats(lambda: source_names(local.last_stage), others)
     if settings.ledger is not None and ranks.builds:
-        found.append(LedgerKeeper(settings, local, states, stats, dict if rows is None else rows.table.noted))
+        found.append(LedgerKeeper(settings, local, states, stats, dict if rows is None else rows.table.pop_outcomes))
     return [*found, stats]

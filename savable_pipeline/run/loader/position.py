@@ -1,21 +1,26 @@
-"""`Position` of a rank in a run, `BatchStep` between two, and their `Observer`.
+"""`Position` of a rank in a run, `BatchStep` to the next, and `Observer` of steps.
 
-A position is immutable, and each method returns the position that follows. So a loader moves by one assignment, and a
-step that fails or is interrupted before it yields nothing:
+A position is immutable, and its methods return other positions. So a loader moves by one assignment, and a step that
+fails or is interrupted before this assignment changes nothing:
 
-    position ── advanced(delivery) ──▶ position        slot, the lane's state and the history, all or none of them
+    position ── advanced(delivery) ──▶ position        with another slot, state of the lane and history
 
 An epoch ends when its last batch is yielded:
 
-    in an epoch ── last batch ──▶ start of the next ── StopIteration ──▶ the same, "ended" ── iter() ──▶ in an epoch
-                                  (`previous`: the old one's end)        └───── iter(), without it ─────┘
+    position                                 `previous`             `iterator`
+    in the middle of epoch 3                 None                   "started"
+      ── last batch of epoch 3 ──▶
+    start of epoch 4                         the end of epoch 3     "started"
+      ── StopIteration ──▶
+    start of epoch 4                         the end of epoch 3     "ended"
+      ── iter(), also without a StopIteration before ──▶
+    start of epoch 4                         None                   "started"
 
-Slots that are skipped in between belong to the next epoch, as if a state from that moment was loaded. `previous`
-remains until StopIteration is raised.
+Slots that are skipped in between belong to epoch 4, as if a state from that moment was loaded.
 
-An endless run may have epochs of n slots (`epoch_slots`). The numbers of its slots and its lanes continue. A step
-belongs to the epoch of its first slot: each epoch has n / ranks steps, and no slot is lost if a run starts at one that
-its ranks do not divide.
+An endless run may have epochs of n slots (`epoch_slots`). The next epoch continues the slots and the lanes. A step
+belongs to the epoch of its first slot. So each epoch has n / ranks steps, and no slot is lost if a run starts at a slot
+that its number of ranks does not divide.
 
 A *step* takes one slot on each rank. Another rank's position differs only in `lanes`, `ranks` and `history`.
 """
@@ -50,8 +55,7 @@ class LanePosition(NamedTuple):
 class YieldedBatch(NamedTuple):
     """A batch that this rank's trainer got.
 
-    `skipped` has the position before the skip of each lane whose batches were skipped after this batch and before the
-    next one.
+    If slots were skipped between this batch and the next one, `skipped` has the positions of their lanes before that.
     """
 
     step: int  # first slot of its step
@@ -65,7 +69,7 @@ class History(msgspec.Struct, frozen=True):
     """The last batches that were yielded in an epoch, without skipped ones.
 
     `total` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at` is
-    `total` at the last `reconfigure`, beyond which no `lag` goes back.
+    `total` at the last `reconfigure`. A `lag` never goes back beyond that.
     """
 
     batches: tuple[YieldedBatch, ...] = ()
@@ -87,25 +91,21 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of one rank, with its lanes by number.
-
-    After an epoch's last batch it is the start of the next epoch, with the old one's end as `previous` until an
-    iterator starts the next epoch.
-    """
+    """Position of one rank between two steps, with the states of its lanes."""
 
     ranks: Ranks
     lane_count: int  # number of lanes of all ranks
-    pad: bool
+    pad: bool  # whether the last batches of an epoch get padding rows
     epoch: int
     slot: int  # first slot of the next step
-    lanes: dict[int, LanePosition]
-    end: int  # first slot not known to be in the epoch
+    lanes: dict[int, LanePosition]  # by number of the lane
+    end: int  # all slots before this one are known to be in the epoch
     final: bool = False  # whether the epoch is known to end at `end`
     history: History = History()
-    previous: Position | None = None
+    previous: Position | None = None  # after an epoch's last batch, the end of that epoch, until `iter()`
     iterator: Literal["started", "loaded", "ended"] = "started"  # "loaded": no iterator yet since a state was loaded
     facts: RunFacts = NO_FACTS  # facts with which its lanes continue
-    changed: bool = False  # the epoch was started with other settings, so its length cannot be counted in advance
+    changed: bool = False  # whether the epoch was started with other settings, so that it cannot be counted in advance
 
     @classmethod
     def start(cls, epoch: int, ranks: Ranks, lane_count: int, *, pad: bool, facts: RunFacts = NO_FACTS) -> Position:
@@ -155,7 +155,10 @@ class Position(msgspec.Struct, frozen=True):
         return self._moved(lane, delivery, History(batches, history.total + 1, history.decided_at))
 
     def skipped(self, delivery: Delivery) -> Position:
-        """Return the position after the next step, if no rank gets its batch."""
+        """Return the position after a step that is skipped.
+
+        `delivery` is the answer to its "skip" request.
+        """
         lane, history = self.own_slot % self.lane_count, self.history
         if history.batches:
             skipped = {lane: self.lanes[lane], **history.batches[-1].skipped}
@@ -164,20 +167,22 @@ class Position(msgspec.Struct, frozen=True):
         return self._moved(lane, delivery, history)
 
     def _moved(self, lane: int, delivery: Delivery, history: History) -> Position:
+        """Return the position after the next step, in which this rank's lane is `lane`."""
         lanes = {**self.lanes, lane: LanePosition(delivery.state, delivery.more)}
         return replace(self, slot=self.slot + self.step, lanes=lanes, history=history)
 
     def decided(self, decisions: Decisions) -> Position:
         """Return this position with these decisions from the next step on."""
-        facts, finished = replace(self.facts, decisions=decisions), self.previous
-        lanes = {lane: LanePosition(with_facts(at.state, facts), None) for lane, at in self.lanes.items()}
+        finished = self.previous
+        facts = replace(self.facts, decisions=decisions)
+        lanes = {lane: LanePosition(with_facts(last.state, facts), None) for lane, last in self.lanes.items()}
         if finished is not None:
             finished = replace(finished, history=replace(finished.history, decided_at=finished.history.total))
         history = replace(self.history, decided_at=self.history.total) if self.history.batches else self.history
         return replace(self, lanes=lanes, previous=finished, facts=facts, end=self.slot, final=False, history=history)
 
     def next_epoch(self, epoch: int) -> Position:
-        """Return the start of the following epoch, which the next iterator starts."""
+        """Return the start of the next epoch, with this position as `previous`."""
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, facts=self.facts)
         return replace(start, previous=replace(self, previous=None), history=History(total=self.history.total))
 
@@ -187,31 +192,32 @@ class Position(msgspec.Struct, frozen=True):
         If no batch has been yielded since the run was created, loaded or started its epoch, return this position.
         Raises ValueError if the history does not go back so far.
         """
-        at = self.previous if lag and self.previous is not None and self.iterator != "ended" else self
-        batches, since = at.history.batches, at.history.total - at.history.decided_at
-        if not 0 <= lag <= min(len(batches) or MAX_LAG, since):
+        position = self.previous if lag and self.previous is not None and self.iterator != "ended" else self
+        batches = position.history.batches
+        since_decision = position.history.total - position.history.decided_at
+        if not 0 <= lag <= min(len(batches) or MAX_LAG, since_decision):
             raise ValueError(
-                f"lag={lag}: at most {min(len(batches), since)} batches can be taken back (limit {MAX_LAG}). "
+                f"lag={lag}: at most {min(len(batches), since_decision)} batches can be taken back (limit {MAX_LAG}). "
                 "Save after as many batches as are fetched ahead."
             )
-        slot, lanes = at.slot, dict(at.lanes)
+        slot, lanes = position.slot, dict(position.lanes)
         for batch in list(reversed(batches))[:lag]:
             lanes |= batch.skipped
             slot, lanes[batch.lane] = batch.step, batch.before
-        return replace(at, slot=slot, lanes=lanes, facts=at.facts if slot else at.facts.of_next_epoch)
+        return replace(position, slot=slot, lanes=lanes, facts=position.facts if slot else position.facts.of_next_epoch)
 
 
 @dataclass
 class BatchStep:
-    """A batch on its way to the trainer, and the positions before and after it."""
+    """A batch before it is yielded, and the positions before and after it."""
 
-    at: Position
+    before: Position
     after: Position
     delivery: Delivery
     batch: Any  # the batch that the trainer gets; observers may replace it
     started: float  # when the trainer requested it, by `time.perf_counter`
-    number: int  # slot and epoch of the batch in one number, as in receipts
-    repeated: int | None = None  # repeated rows as bits (0: padding); None for the batch of a new slot
+    number: int  # `epoch << 40 | slot` of the batch, as in receipts
+    repeated: int | None = None  # rows to repeat as bits, 0 for a batch of padding; None for the batch of a new slot
 
     @cached_property
     def samples(self) -> BatchSamples:
@@ -225,7 +231,7 @@ class BatchStep:
 
 
 class Observer:
-    """Sees the steps of a run. The run does not know the kinds of observers.
+    """Part of a run that is called at each step, to record or change its batch.
 
     If `on_batch` raises, the batch is not yielded, and the next step gets the same batch.
     """
@@ -233,25 +239,23 @@ class Observer:
     def on_batch(self, step: BatchStep) -> None:
         """Record or replace a batch before it is yielded."""
 
-    def on_skip(self, at: Position) -> None:
-        """Record that slots from here on are not yielded.
+    def on_skip(self, position: Position) -> None:
+        """Record that the epoch ends here, or that slots from here on are skipped.
 
-        This is called for a skip and at the end of an epoch.
-
-        These slots have no batch, so `on_batch` does not see them. Raises `SavableError` if an epoch had too few
-        samples.
+        `on_batch` is not called for skipped slots. Raises `SavableError` if an epoch had too few samples.
         """
 
-    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        """Add entries of this observer to the state of a position `lag` batches ago."""
+    def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        """Add this observer's entries to `state`.
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Check this observer's entries of a loaded state.
+        `position` is `lag` batches before the current one.
+        """
 
-        Return a function that adopts them.
+    def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Check the entries of a loaded state, and return a function that adopts them.
 
-        The state is None if the run returns to an earlier position or is reconfigured, which no observer may reject.
-        Raises `CheckpointMismatchError` if entries are missing.
+        The result is None if there is nothing to adopt. `state` is None if the run returns to an earlier position or is
+        reconfigured. Then no observer may raise. Raises `CheckpointMismatchError` if entries are missing.
         """
 
     def close(self) -> None:
@@ -259,18 +263,19 @@ class Observer:
 
 
 class Repeater(Observer):
-    """Observer that has batches repeated. A run has at most one."""
+    """Observer that can let the run repeat batches. A run has at most one."""
 
-    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return requests for batches to yield before the next slot, or None.
+    def repeats(self, position: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
+        """Return packed `RebuildRequest`s of batches to repeat now, or None.
 
-        They are packed `RebuildRequest`s. `vote` returns the smallest or largest vote of all ranks. It is None if the
-        ranks cannot communicate.
+        They are repeated before the next slot. `vote` takes this rank's vote and returns the smallest or largest of all
+        ranks. It is None if the ranks cannot communicate.
         """
         raise NotImplementedError
 
     def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        """Handle the state of all ranks, of which `own` is this rank's.
+        """Handle the `merged` state of all ranks.
 
-        This is not a case of `on_save`, because other ranks' acknowledgements are known only after all have saved.
+        `own` is the state that this rank has contributed. Only this state has the other ranks' acknowledgements.
+        `on_save` is called before they are known.
         """

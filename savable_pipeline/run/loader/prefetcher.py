@@ -1,7 +1,7 @@
 """`Prefetcher`: requests the batches of a rank's next slots from a `Backend`.
 
-slot of this rank    4              6             8             10
-                     handed out     requested     requested     not requested yet
+slot of this rank    4            6             8             10
+                     returned     requested     requested     not requested yet
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from msgspec.structs import replace
 
 from savable_pipeline.run.engine.backend import Backend
-from savable_pipeline.run.engine.connection import is_raised
+from savable_pipeline.run.engine.connection import is_raising_changed_shard
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
 from savable_pipeline.run.loader.position import Position
 
@@ -39,7 +39,7 @@ def _stopping_on_error(call: Callable[Concatenate[Prefetcher, P], R]) -> Callabl
 
 
 class Prefetcher:
-    """Hands out batches slot by slot.
+    """Returns batches slot by slot.
 
     If the caller asks for another slot than the next one, as at the start of an epoch, all requests are dropped, and
     the backend continues at that slot. After any error, including Ctrl-C, the backend is stopped, because its position
@@ -54,20 +54,20 @@ class Prefetcher:
         self._rebuild_tickets: dict[bytes, Any] = {}  # tickets of batches to rebuild, by their `RebuildRequest`
         self._rebuild_count = 0
         self._requests: deque[Any] = deque()  # tickets of the slots after the received ones
-        self._is_fault_raised = False  # whether an error has reported the backend's fault
-        self.uncounted: Counter[str] = Counter()  # counters of stages, to be added to the next batch
+        self._is_error_raised = False  # whether the backend's `shard_error` was raised already
+        self.uncounted: Counter[str] = Counter()  # counters that came without a batch, to be added to the next batch
         _close_at_exit(self, backend)
 
     @_stopping_on_error
-    def next(self, position: Position, want: RequestKind = "batch", last: int = -1) -> Delivery:
-        """Return the batch of this rank's next slot, after waiting for it.
+    def next(self, position: Position, kind: RequestKind = "batch", last: int = -1) -> Delivery:
+        """Wait for the batch of this rank's next slot, and return it.
 
-        Slots up to `last` will be requested in the same way. Raises the stages' own errors, or `WorkerError`.
+        Slots up to `last` may be requested ahead with the same `kind`. Raises the stages' own errors, or `WorkerError`.
         """
-        delivery = self._receive(position, want, last)
+        delivery = self._receive(position, kind, last)
         self._received.popleft()
         self._slot += position.step
-        if self.uncounted and want == "batch":
+        if self.uncounted and kind == "batch":
             self.uncounted.update(delivery.counts)
             delivery, self.uncounted = replace(delivery, counts=self.uncounted), Counter()
         return delivery
@@ -83,24 +83,23 @@ class Prefetcher:
         self._received.appendleft(delivery)
 
     @_stopping_on_error
-    def again(self, position: Position, jobs: Iterable[bytes]) -> Delivery:
-        """Return the batch of the first `RebuildRequest`, and request the following ones.
+    def again(self, position: Position, requests: Iterable[bytes]) -> Delivery:
+        """Wait for the batch of the first `RebuildRequest`, and return it.
 
-        Raises what `next` raises.
+        The requests are packed. The following ones are sent ahead. Raises what `next` raises.
         """
-        backend = self._backend_at(position)
-        requested = list(islice(jobs, max(1, backend.capacity)))
-        for job in requested:
-            if job not in self._rebuild_tickets:
-                self._rebuild_count += 1  # each rebuild has a lane of its own, so any worker may do it
-                self._rebuild_tickets[job] = backend.request(
-                    position.lane_count + self._rebuild_count, job, "again", position.facts.of_next_epoch
-                )
-        return backend.answer(self._rebuild_tickets.pop(requested[0]))
+        backend, facts = self._backend_at(position), position.facts.of_next_epoch
+        next_requests = list(islice(requests, max(1, backend.capacity)))
+        for request in next_requests:
+            if request not in self._rebuild_tickets:
+                self._rebuild_count += 1
+                own_lane = position.lane_count + self._rebuild_count  # so that any worker may rebuild the batch
+                self._rebuild_tickets[request] = backend.request(own_lane, request, "again", facts)
+        return backend.answer(self._rebuild_tickets.pop(next_requests[0]))
 
     @_stopping_on_error
     def prefetch(self, position: Position) -> None:
-        """Request this rank's next slots from the workers, `prefetch` for each of them."""
+        """Request batches of this rank's next slots, up to the capacity of the workers."""
         if not self._backend.capacity:
             return
         self._backend_at(position)
@@ -108,10 +107,9 @@ class Prefetcher:
 
     @_stopping_on_error
     def query_has_next(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
-        """Ask lanes whether they have another batch, if that is unknown.
+        """Return the answers of lanes about whether they have another batch.
 
-        Only call it before batches of these lanes are requested, because a lane that builds a batch has already left
-        `position`.
+        Only call it before batches of these lanes are requested, because then the lanes are no longer at `position`.
         """
         tickets = self._request_peeks(position, lanes)
         answers = {lane: self._backend.answer(ticket) for lane, ticket in tickets.items()}
@@ -121,7 +119,7 @@ class Prefetcher:
 
     @_stopping_on_error
     def check_shards(self) -> None:
-        """Raise `ShardError` if a shard of this epoch's batches has changed."""
+        """Raise `ShardError` if a shard changed after a batch was read from it."""
         self._backend.check_shards()
 
     @_stopping_on_error
@@ -138,36 +136,38 @@ class Prefetcher:
         return counts
 
     def _request_peeks(self, position: Position, lanes: Iterable[int]) -> dict[int, Any]:
+        """Ask lanes whether they have another batch. Return the tickets of the requests, by lane."""
         backend = self._backend_at(position)
         return {lane: backend.request(lane, position.lanes[lane].state, "peek", position.facts) for lane in lanes}
 
-    def _receive(self, position: Position, want: RequestKind, last: int = -1) -> Delivery:
+    def _receive(self, position: Position, kind: RequestKind, last: int = -1) -> Delivery:
+        """Wait for the batch of this rank's next slot, and return it without removing it."""
         backend = self._backend_at(position)
         if not self._received:
             if not self._requests or self._slot < last:
-                self._request(position, want, last, at_least=1)
+                self._request(position, kind, last, at_least=1)
             self._received.append(backend.answer(self._requests.popleft()))
         return self._received[0]
 
-    def _request(self, position: Position, want: RequestKind, last: int = -1, at_least: int = 0) -> None:
-        """Request this rank's next slots until the backend has as many requests as its capacity.
+    def _request(self, position: Position, kind: RequestKind, last: int = -1, at_least: int = 0) -> None:
+        """Request batches of this rank's next slots until the backend has as many requests as its capacity.
 
-        At least `at_least` slots are requested, even if their lane may have no more batches. Slots to skip are
-        requested only up to `last`, because later slots may not be skipped.
+        At least `at_least` are requested, even if their lanes may have no more batches. With "skip", only slots up to
+        `last` are requested, because later ones may not be skipped.
         """
         most = max(at_least, self._backend.capacity)
         while len(self._requests) < most:
             ahead = len(self._requests) + len(self._received)
             slot = self._slot + ahead * position.step
             lane = slot % position.lane_count
-            at = position.lanes[lane]
-            unwanted = at.more is False or (position.final and slot >= position.end) or (want == "skip" and slot > last)
-            if unwanted and len(self._requests) >= at_least:
+            state, more = position.lanes[lane]
+            has_no_batch = more is False or (position.final and slot >= position.end)
+            if (has_no_batch or (kind == "skip" and slot > last)) and len(self._requests) >= at_least:
                 return
-            self._requests.append(self._backend.request(lane, at.state, want, position.facts))
+            self._requests.append(self._backend.request(lane, state, kind, position.facts))
 
     def _backend_at(self, position: Position) -> Backend:
-        """Return the running backend, which continues at `position`."""
+        """Return the running backend, after dropping its requests if they are not for `position`."""
         slot = position.own_slot
         if slot != self._slot or position.epoch != self._epoch:
             self.restart()
@@ -188,35 +188,39 @@ class Prefetcher:
         """Drop all requests and end the workers."""
         self._drop_requests()
         self._backend.stop()
-        if self._backend.fault and is_raised():
-            self._is_fault_raised = True
+        if self._backend.shard_error and is_raising_changed_shard():
+            self._is_error_raised = True
 
     def restart_workers(self) -> None:
-        """End the workers, and forget faults of batches yielded before."""
+        """End the workers, and forget changed shards.
+
+        The run continues from a loaded state.
+        """
         self.reset()
-        self._backend.fault, self._is_fault_raised = "", False
+        self._backend.shard_error, self._is_error_raised = "", False
 
     def close(self) -> str:
         """End the workers and their host. They start again when needed.
 
-        Returns the fault that the workers' last check of the shards found, or "" if an error has already reported it.
+        Returns the message about a changed shard that the workers found, or "" if it was raised already.
         """
         self.reset()
         self._backend.close()
-        found, self._is_fault_raised = "" if self._is_fault_raised else self._backend.fault, True
-        return found
+        message = "" if self._is_error_raised else self._backend.shard_error
+        self._is_error_raised = True
+        return message
 
     def numbers(self) -> dict[str, int]:
-        """Return the backend's counters. Received batches count as ready, too."""
+        """Return the backend's counters. Batches received here count as ready, too."""
         numbers = self._backend.numbers()
         return {**numbers, "ready_batches": len(self._received) + numbers["ready_batches"]}
 
 
-_exit_priority = 100
+_exit_priority = 100  # of the newest backend; a higher priority is closed earlier
 
 
 def _close_at_exit(owner: object, backend: Backend) -> None:
     """Close the backend when `owner` is collected, or at exit before Python joins children."""
     global _exit_priority
-    _exit_priority += 1  # at exit, the newest is closed first
+    _exit_priority += 1
     Finalize(owner, backend.close, exitpriority=_exit_priority)

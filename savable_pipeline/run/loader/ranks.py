@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RanksLike: TypeAlias = "tuple[int, int] | dist.ProcessGroup | DeviceMesh | Ranks | None"
 ShareLike: TypeAlias = "str | Sequence[str] | dist.ProcessGroup | DeviceMesh | None"
 _MESH_FIX = "Flatten others by mesh[...]._flatten('dp'), and pass Ranks.of(mesh['dp'], share=group)."
-# last words of the fields of a fingerprint about the data and the lanes that read them
+# ends of the names of a fingerprint's fields about the data and the number of lanes
 _DATA_FIELDS = ("shards", "joins", "exclude", "media", "lanes")
 
 
@@ -63,8 +63,7 @@ class Ranks:
         self.group = group
         self.explicit = explicit
         self.sharing: Sharing | None = None  # ranks with which it shares batches
-        # `builds`: whether this process builds its batches. `name`: its number in messages, which is the number among
-        # all processes if processes share batches.
+        # whether this process builds its batches, and its number in messages, which is global if batches are shared
         self.builds, self.name = True, rank
 
     @classmethod
@@ -170,10 +169,11 @@ class Ranks:
         return int(agreed.item())
 
     def first_value(self, key: str, value: str) -> str:
-        """Return the value of the first rank to set `key`, without waiting for a rank.
+        """Return the value of the rank that sets `key` first.
 
-        If a rank sets a key again, its value is compared with the others' values of the same round. Returns `value` if
-        the ranks have no common store, or one that cannot compare. Raises torch's error if the store does not answer.
+        This waits for no rank. A rank's second call with the same key is a new round, in which its value is compared
+        with the second values of the other ranks. Returns `value` if the ranks have no common store, or one without
+        `compare_set`. Raises torch's error if the store does not answer.
 
         Args:
             key: The name of the value.
@@ -183,8 +183,8 @@ class Ranks:
         if store is None:
             return value
         try:
-            time = store.add(f"{key}/times of {self.name}", 1)
-            return str(store.compare_set(f"{key}/{time}", "", value).decode())
+            round_number = store.add(f"{key}/times of {self.name}", 1)
+            return str(store.compare_set(f"{key}/{round_number}", "", value).decode())
         except RuntimeError as error:  # includes NotImplementedError
             if isinstance(error, NotImplementedError) or "not implemented" in str(error).lower():
                 return value
@@ -196,7 +196,7 @@ class Ranks:
         return self.world_size > 1 and self._find_group() is not None
 
     def _find_group(self) -> Any:
-        """Return the group of the ranks: all of torch.distributed if it has the same ranks."""
+        """Return the process group of the ranks, by default that of torch.distributed if it has the same ranks."""
         if self.group is None and _is_distributed_initialized():
             import torch.distributed as dist
 
@@ -251,14 +251,15 @@ def _is_distributed_initialized() -> bool:
 
 
 def _env_world_size() -> int:
-    """Return the number of ranks that torchrun has set in WORLD_SIZE, or 1."""
+    """Return the number of ranks in the variable WORLD_SIZE, which torchrun sets, or 1."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
-    """Return the rank of the argument `ranks`, else of torch.distributed, else 0 of 1.
+    """Return the rank that the argument `ranks` of a loader names.
 
-    Raises ValueError for an argument of another type, and if `lanes` is a number that the world size does not divide.
+    With None, it is that of torch.distributed, or rank 0 of 1. Raises ValueError for an argument of another type, and
+    if `lanes` is a number that the world size does not divide.
     """
     ranks = _ranks_of(ranks) if ranks is not None else _detect_ranks()
     if lanes is not None:
@@ -293,6 +294,7 @@ def check_lanes(ranks: Ranks, lanes: int, source: str = "") -> None:
 
 
 def _ranks_of(ranks: object) -> Ranks:
+    """Convert the argument `ranks` of a loader. Raises ValueError for other types."""
     if isinstance(ranks, Ranks):
         return ranks
     if isinstance(ranks, tuple | list) and len(ranks) == 2 and all(isinstance(number, int) for number in ranks):
@@ -326,6 +328,7 @@ def _global_ranks(group: Any) -> tuple[int, ...]:
 
 
 def _detect_ranks() -> Ranks:
+    """Return the rank in torch.distributed, or rank 0 of 1. Raises ValueError if the group is not initialized yet."""
     if _is_distributed_initialized():
         import torch.distributed as dist
 
@@ -341,14 +344,16 @@ def _detect_ranks() -> Ranks:
 def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: bool = False) -> None:
     """Check that the ranks of a run have the same seed, shards and excluded samples.
 
-    If the lanes are `by_default`, set by the data or a loaded state, all ranks must have the same number of lanes, too.
+    `by_default` says that the data or a loaded state set the number of lanes. Then all ranks must have the same number,
+    too.
 
     Ranks of an endless run do not communicate. If a rank opened the folder after a shard was added, or has another
-    seed, its lanes would have other samples, and nobody would notice. So the first rank writes a digest of its data and
-    its seed into the store of torch.distributed, and each other rank compares them. No rank waits for another.
+    seed, its lanes would have other samples, and nobody would notice. So the rank that comes first writes its seed and
+    a digest of its data into the store of torch.distributed, and each other rank compares its own. No rank waits for
+    another.
 
-    A run is identified by its stages, its lanes, the last names of its folders, and how many such runs the rank has
-    started in its group. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and the error of
+    A run is identified by its stages, its lanes, the last part of each data address, and how many such runs the rank
+    has started. Raises ValueError for another seed, `CheckpointMismatchError` for other data, and the error of
     torch.distributed if its store does not answer.
     """
     names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())

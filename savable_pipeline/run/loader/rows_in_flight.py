@@ -1,7 +1,9 @@
-"""`RowsInFlight`: saves unacknowledged rows, and repeats rows later.
+"""`RowsInFlight`: the observer of a loader with `acknowledge=True`.
 
-next ──▶ batches to repeat, after a load the same number on each rank ──▶ the batches of new slots
-         take no slot: `Position` stays                                   as in any run
+It saves the rows that the trainer has not acknowledged yet, and lets the run repeat them after a load:
+
+    next ──▶ batches to repeat, the same number on each rank ──▶ the batches of new slots
+             take no slot: `Position` stays                      as in any run
 """
 
 from __future__ import annotations
@@ -35,25 +37,29 @@ Flights: TypeAlias = Mapping[int, list[Flight]]  # by lane
 
 
 class RowsInFlight(Repeater):
-    """Repeater of a rank's unacknowledged rows, which are in `table`."""
+    """Repeater of a rank's unacknowledged rows, which `table` contains."""
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
         self._pad, self._max_in_flight = settings.pad, settings.max_in_flight
-        self.table = Acknowledgements(ranks, settings.lanes, noting=settings.ledger is not None)
+        self.table = Acknowledgements(ranks, settings.lanes, is_recording=settings.ledger is not None)
         self._is_agreed = True  # whether the ranks have agreed on the number of batches to repeat
-        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}  # number and receipts of a batch, by number & 1
+        # number and receipts of the last two batches, by number & 1: one of them may not have reached the trainer
+        self._receipts: dict[int, tuple[int, torch.Tensor]] = {}
 
     def receipts(self, position: Position) -> torch.Tensor:
         """Return the receipts of the last batch, int64 (rows, 2)."""
         total = position.history.total
-        number, found = self._receipts.get(total & 1, (0, None))
-        return receipts_of(0, 0) if found is None or number != total else found
+        number, receipts = self._receipts.get(total & 1, (0, None))
+        return receipts_of(0, 0) if receipts is None or number != total else receipts
 
-    def repeats(self, at: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
-        """Return requests to repeat batches. After a load, each rank repeats equally many."""
-        self.table.cancel_unreceived(at.history.total)
-        if at.iterator == "ended":
+    def repeats(self, position: Position, vote: Callable[[int], int] | None) -> Iterator[bytes] | None:
+        """Return requests for the batches to repeat, or None.
+
+        After a load, each rank repeats equally many.
+        """
+        self.table.cancel_unreceived(position.history.total)
+        if position.iterator == "ended":
             return None
         if not self._is_agreed:
             if vote is not None:
@@ -62,15 +68,16 @@ class RowsInFlight(Repeater):
             self._is_agreed = True
         if not self.table.waiting:
             return None
-        return (self._rebuild_request(at, flight) for flight in list(self.table.waiting))
+        return (self._rebuild_request(position, flight) for flight in list(self.table.waiting))
 
     def on_batch(self, step: BatchStep) -> None:
         """Wait until the rows may be yielded, and add receipts to the batch."""
-        delivery, total, table, first = step.delivery, step.at.history.total, self.table, None
+        delivery, table, first = step.delivery, self.table, None
+        total = step.before.history.total
         rows, size = delivery.rows, _padded_size(step.batch, delivery.rows) if self._pad else 0
         if step.repeated is not None:
             first = table.waiting[0]
-            step.number, rows = first.batch, (first.to_repeat & first.open).bit_count()
+            step.number, rows = first.batch, (first.to_repeat & first.open_rows).bit_count()
         if self._max_in_flight is not None:
             table.wait(rows, self._max_in_flight, self._settings.workers.timeout)
         receipts = self._repeat(step, first, size) if first else table.issue(total, step.number, delivery, size)
@@ -81,55 +88,57 @@ class RowsInFlight(Repeater):
             step.batch = {**step.batch, RECEIPTS: receipts}
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
-        """Record that `flight`, the first waiting batch, is repeated, and return its receipts.
+        """Record that `flight`, the first waiting batch, is repeated. Return the receipts of its `size` rows.
 
-        If the rebuilt batch has no rows, all its rows are padding.
+        If all rows of the rebuilt batch are lost, it consists of padding.
         """
         rows, size = step.delivery.remaining, size or step.delivery.rows
         if not rows:
             step.samples = BatchSamples()
             if isinstance(step.batch, dict):
-                step.batch = {
-                    VALID: receipts_of(0, size)[:, 0] >= 0,
-                    **step.batch,
-                }  # a batch may already have such a key of the encoder
-        step.repeated = self.table.issue_again(step.at.history.total, rows)
+                # `step.batch` comes last, because the encoder may have its own key "valid"
+                step.batch = {VALID: receipts_of(0, size)[:, 0] >= 0, **step.batch}
+        step.repeated = self.table.issue_again(step.before.history.total, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
 
-    def _rebuild_request(self, at: Position, flight: OpenFlight) -> bytes:
-        """Return the request to rebuild a batch, or to build padding, on the next lane."""
+    def _rebuild_request(self, position: Position, flight: OpenFlight) -> bytes:
+        """Return the packed request to rebuild a batch in flight, or to build one of padding."""
         lanes = self._settings.lanes
-        epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (at.epoch, at.own_slot)
-        lane = LaneState(slot % lanes, epoch, slot // lanes, facts=at.facts.digest)
+        epoch, slot = divmod(flight.batch, SLOTS + 1) if flight.rows else (position.epoch, position.own_slot)
+        lane = LaneState(slot % lanes, epoch, slot // lanes, facts=position.facts.digest)
         return RebuildRequest(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
 
-    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
+    def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add the rows in flight to a state."""
         if lag:
             raise ValueError("lag must be 0 with acknowledge=True, whose state has each unacknowledged row")
-        state.update(self.table.state(at.history.total, at.next_batch, state), **{ACKNOWLEDGE: 1})
+        state.update(self.table.state(position.history.total, position.next_batch, state), **{ACKNOWLEDGE: 1})
 
     def on_merge(self, own: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
         """Drop rows that other ranks have acknowledged."""
         if self._ranks.world_size > 1:
             self.table.agree(read_flights(own), read_flights(merged), read_acks(own))
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Start with the rows in flight of the state whose data still exist."""
+    def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Return a function that starts with the state's rows in flight.
+
+        Rows whose data no longer exist are dropped. Without a state, the function drops rows with only excluded
+        samples.
+        """
         if state is None:
-            return partial(self._drop_excluded, at.history.total)
+            return partial(self._drop_excluded, position.history.total)
         flights, world_size = read_flights(state), self._ranks.world_size
         lost = rows_lost(self._local.last_stage, flights) if flights else {}
         counts = [0] * world_size
         for lane, of_lane in flights.items():
-            counts[lane % world_size] += sum(each.open != lost[each.batch] for each in of_lane)
-        own = [flight for lane in at.lanes for flight in flights.get(lane, ())]
-        whole = len(lane_numbers(state)) == self._settings.lanes
+            counts[lane % world_size] += sum(each.open_rows != lost[each.batch] for each in of_lane)
+        own = [flight for lane in position.lanes for flight in flights.get(lane, ())]
+        has_all_lanes = len(lane_numbers(state)) == self._settings.lanes
 
         def adopt() -> None:
             self._receipts = {}
-            self._is_agreed = whole
-            self.table.load(sorted(own, key=attrgetter("batch")), max(counts) if whole else 0, lost)
+            self._is_agreed = has_all_lanes
+            self.table.load(sorted(own, key=attrgetter("batch")), max(counts) if has_all_lanes else 0, lost)
 
         return adopt
 
@@ -140,16 +149,19 @@ class RowsInFlight(Repeater):
 
 
 def rows_lost(last: Stage, flights: Flights) -> dict[int, int]:
-    """Return, by batch, the open rows whose data no longer exist, as bits."""
+    """Return the result of `open_rows_lost` for each batch, by batch."""
     with restoring("the state"):
         return {each.batch: open_rows_lost(last, each) for of_lane in flights.values() for each in of_lane}
 
 
 def open_rows_lost(last: Stage, flight: Flight) -> int:
-    """Return the bits of a batch's open rows of excluded samples or a removed source."""
+    """Return the open rows of a batch that can no longer be built, as bits.
+
+    Their samples are excluded, or of a removed source.
+    """
     without_excluded = last.info.remaining
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
-    return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open
+    return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open_rows
 
 
 def _padded_size(batch: Any, rows: int) -> int:

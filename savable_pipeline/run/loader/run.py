@@ -1,13 +1,13 @@
 """`Run`: one rank's part of a run, with its position, its steps and its state.
 
-A step reads the position, gets a batch, and only then moves:
+A slot is a place in the global sequence of batches. A step takes one slot on each rank, and sets the position last:
 
-    the `Repeater`'s batch ──▶ or the batch of the next slot, from the prefetcher and its backend
-      ──▶ the position after it: the epoch's end, if the ranks must vote
-      ──▶ each observer. If one raises, the next step repeats the batch
-      ──▶ position = after; the batch is yielded
+    get the batch to repeat, if there is one, or else the batch of the next slot, from the prefetcher
+    ──▶ find the position after it; if the epoch may end there, all ranks vote
+    ──▶ call each observer; if one raises, the next step gets the same batch
+    ──▶ set the position, and yield the batch
 
-`SavableLoader` shows users a run. `testing`, `verify` and `StatefulDataset` use one directly.
+`SavableLoader` is the public interface of a run. `testing`, `verify` and `StatefulDataset` use a run directly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from savable_pipeline.core.named_object import reject_while_importing
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.backend import Backend
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.run.loader.decided import agreed, check_decided, reconfigure
+from savable_pipeline.run.loader.decided import agreed_decisions, check_decided, reconfigure
 from savable_pipeline.run.loader.epoch_end import EpochEnds, proposed_end, remaining_slots
 from savable_pipeline.run.loader.local_lanes import LocalLanes, with_lanes
 from savable_pipeline.run.loader.misuse import IterationGuard, warn_unloaded
@@ -49,14 +49,14 @@ _MOST_LANES = 1 << 16  # limit for a state that sets the number of lanes, becaus
 
 
 class Run:
-    """Iterator over this rank's batches. Only `position` changes, once a step.
+    """Iterator over this rank's batches. A step changes only `position`.
 
-    Attributes that need the number of lanes (`_NEED_LANES`) are created at first need if the data or a state sets it.
+    If the data or a state sets the number of lanes, the attributes in `_NEED_LANES` are created when first needed.
 
-    `agree`, which may be replaced, takes this rank's vote and returns the smallest or largest of all ranks. None asks
-    the other ranks. `pinned` has the shards that it must read, by default those that it finds. `backend` builds the
-    batches, by default that of the settings. `observers` see each step. Raises ValueError for ranks that do not divide
-    the lanes, or a pipeline that cannot be sent to workers.
+    `agree` takes this rank's vote and returns the smallest or largest vote of all ranks. It may be replaced. With None,
+    the ranks communicate. `pinned` has the shards that the run must read, by default those that it finds. `backend`
+    builds the batches, by default that of the settings. Raises ValueError for ranks that do not divide the lanes, or a
+    pipeline that cannot be sent to workers.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class Run:
         pinned: PinnedShards | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.wanted = settings  # its number of lanes may not be known yet
+        self.initial_settings = settings  # its number of lanes may not be known yet
         self.ranks = settings.find_ranks()
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
         self.agree = agree
-        self._process = IterationGuard(ranked=isinstance(settings.ranks, tuple | list | Ranks))
-        self._last_repeat: BatchStep | None = None
+        self._guard = IterationGuard(ranked=isinstance(settings.ranks, tuple | list | Ranks))
+        self._last_repeat: BatchStep | None = None  # the last step that repeated a batch
         self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
         self._was_loaded = False
         self._lanes_lock = threading.RLock()
         self.backend.open()
-        if not settings.by_data:
+        if not settings.lanes_by_data:
             self.fix_lanes(settings.lanes)
 
     if not TYPE_CHECKING:
@@ -90,11 +90,11 @@ class Run:
             return object.__getattribute__(self, name)
 
     def fix_lanes(self, lanes: int | None = None) -> None:
-        """Create attributes that depend on the number of lanes.
+        """Set the number of lanes, and create the attributes that depend on it.
 
-        `lanes` is None for the number that the data set. Raises ValueError for a number that does not fit.
+        With None, the data determine the number. Raises ValueError if the number does not fit the ranks or settings.
         """
-        self.settings = settings = with_lanes(self.wanted, self.ranks, self.local, lanes)
+        self.settings = settings = with_lanes(self.initial_settings, self.ranks, self.local, lanes)
         self.states = States(settings, self.ranks, self.local)
         self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
         self._repeater = next((each for each in self.observers if isinstance(each, Repeater)), None)
@@ -103,24 +103,23 @@ class Run:
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
-        """Return the observer of a kind, or None."""
+        """Return the observer of this class, or None."""
         found = [each for each in self.observers if isinstance(each, kind)]
         return found[0] if found else None
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the position to the start of an epoch."""
-        self.position = Position.start(
-            epoch, self.ranks, self.settings.lanes, pad=self.settings.pad, facts=self.local.facts
-        )
+        lanes, pad = self.settings.lanes, self.settings.pad
+        self.position = Position.start(epoch, self.ranks, lanes, pad=pad, facts=self.local.facts)
 
     def end_epoch(self) -> None:
-        """Set the position to that of a loader whose iterator has raised StopIteration."""
-        at = self.position
-        self.position = replace(at, previous=at.previous or at, iterator="ended")
+        """Set the position as after a StopIteration of the loader's iterator."""
+        position = self.position
+        self.position = replace(position, previous=position.previous or position, iterator="ended")
 
     @property
     def epoch(self) -> int:
-        """Return the epoch of the last batch, or of the iterator started since."""
+        """Return the epoch of the last batch, or of an iterator that was started after it."""
         return self.epoch_of(self.position)
 
     def length(self) -> int | None:
@@ -133,35 +132,36 @@ class Run:
 
     def __iter__(self) -> Run:
         reject_while_importing()
-        at = self.position
-        was_used = at.history.batches or at.previous is not None or at.slot
-        if self.settings.restarts and at.iterator != "loaded" and was_used:
+        position = self.position
+        was_used = position.history.batches or position.previous is not None or position.slot
+        if self.settings.restarts and position.iterator != "loaded" and was_used:
             self.prefetcher.restart()
             self.begin_epoch(0)
         else:
-            self.position = _with_new_iterator(at)
+            self.position = _with_new_iterator(position)
         return self
 
     def __next__(self) -> Any:
         try:
-            self._process.claim()
+            self._guard.claim()
             started = time.perf_counter()
-            found = self._next_repeat(started)
-            if found is None:
+            step = self._next_repeat(started)
+            if step is None:
                 if self.position.previous is not None:
                     self._stop()
-                found = self._next_slot(started)
-            after, batch = found.after, found.batch
+                step = self._next_slot(started)
+            after, batch = step.after, step.batch
         except BaseException:
-            self._process.release()
+            self._guard.release()
             raise
         # Make no calls below. Python runs signal handlers at calls, and Ctrl-C after the assignment would lose the
         # batch.
-        del self._process.thread["id"]
+        del self._guard.thread["id"]
         self.position = after
         return batch
 
     def _stop(self) -> NoReturn:
+        """End the epoch, and raise StopIteration."""
         if self._ends.is_finite and self.position.iterator != "ended":
             self.prefetcher.check_shards()
         self.end_epoch()
@@ -170,29 +170,31 @@ class Run:
     def _next_slot(self, started: float) -> BatchStep:
         """Return the step with the batch of the next slot."""
         delivery, after = self._step("batch", 1)
-        at = self.position
+        position = self.position
         try:
             if after.previous is None or after.slot:  # an endless run continues where its epoch ended
                 self.prefetcher.prefetch(after)
-            step = BatchStep(at, after, delivery, delivery.batch, started, at.epoch << EPOCH_SHIFT | at.own_slot)
+            number = position.epoch << EPOCH_SHIFT | position.own_slot
+            step = BatchStep(position, after, delivery, delivery.batch, started, number)
             self._observe(step)
         except BaseException:
-            self.prefetcher.put_back(at, delivery)
+            self.prefetcher.put_back(position, delivery)
             raise
         return step
 
     def _next_repeat(self, started: float) -> BatchStep | None:
-        """Return a step that repeats a batch and takes no slot, or None if there is none."""
+        """Return a step that repeats a batch and takes no slot, or None if no batch must be repeated."""
         if self._repeater is None:
             return None
-        at, vote = self.position, self._vote if self.agree is not None or self.ranks.has_group else None
-        if (requests := self._repeater.repeats(at, vote)) is None:
+        position = self.position
+        vote = self._vote if self.agree is not None or self.ranks.has_group else None
+        if (requests := self._repeater.repeats(position, vote)) is None:
             return None
-        self._check_once()
+        self._check_may_iterate()
         self.local.verify_excluded()
-        delivery = self.prefetcher.again(at, requests)
-        after = replace(at, history=replace(at.history, total=at.history.total + 1))
-        step = BatchStep(at, after, delivery, delivery.batch, started, 0, 0)
+        delivery = self.prefetcher.again(position, requests)
+        after = replace(position, history=replace(position.history, total=position.history.total + 1))
+        step = BatchStep(position, after, delivery, delivery.batch, started, 0, 0)
         self._observe(step)
         self._last_repeat = step
         return step
@@ -211,10 +213,9 @@ class Run:
                 observer.on_skip(self.position)
         if self.settings.epoch_slots is not None:
             slots = min(slots, remaining_slots(self.position, self.settings.epoch_slots))
-        # the epoch whose last batch was yielded, but whose iterator has not ended yet
-        finished = self.position.previous
+        finished = self.position.previous  # an epoch whose last batch was yielded, but whose iterator has not ended
         while slots and self.position.previous is finished:
-            with self._process.moving():
+            with self._guard.moving():
                 _, self.position = self._step("skip", slots)
             slots -= self.ranks.world_size
 
@@ -224,58 +225,59 @@ class Run:
             raise ValueError(f"skip takes a multiple of the {self.ranks.world_size} ranks, not {slots}")
 
     def _vote(self, vote: int) -> int:
-        """Return the smallest vote of all ranks, or the largest if ranks are padded."""
+        """Return the smallest vote of all ranks, or the largest with tail="pad"."""
         ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
         return self.backend.agree(partial(ask, vote))
 
-    def _step(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
+    def _step(self, kind: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """Return this rank's batch of the next step, and the position after it.
 
-        The next slots, `slots` in all, will be requested in the same way. The end of the epoch is determined before the
-        batch is yielded, and stored at once. If the rest of the step fails and is repeated, the ranks do not vote
-        again.
+        `slots` is the number of slots that will be requested with the same `kind`, from here on. The result of a vote
+        about the epoch's end is stored in the position at once. So if the rest of the step fails and is repeated, the
+        ranks do not vote again.
         """
-        self._check_once()
-        at = self.position
-        if not self._ends.is_finite or at.slot + 2 * at.step <= at.end:  # most steps need no vote and no count
-            return self._advance(want, slots)
+        self._check_may_iterate()
+        position = self.position
+        # most steps are far from the end, and need no vote and no count
+        if not self._ends.is_finite or position.slot + 2 * position.step <= position.end:
+            return self._advance(kind, slots)
         while not self.position.has_step:
             self.position = self._ends.towards_step(self.position, self._vote)
-        delivery, after = self._advance(want, slots)
+        delivery, after = self._advance(kind, slots)
         if after.must_vote:
             try:
                 end = self._vote(proposed_end(after, self.prefetcher))
             except BaseException:
-                if want == "batch":
+                if kind == "batch":
                     self.prefetcher.put_back(self.position, delivery)
                 raise
             self.position = self._ends.agreed(self.position, end)
-            after = self._ends.after(self.position, want, delivery)
+            after = self._ends.after(self.position, kind, delivery)
         return delivery, self._ends.next_epoch(after) if after.is_over else after
 
-    def _check_once(self) -> None:
+    def _check_may_iterate(self) -> None:
         """Raise ValueError or `SavableError` if this rank must not iterate."""
-        if self._process.checked:
+        if self._guard.checked:
             return
         reject_while_importing()
-        self._process.check()
+        self._guard.check()
         self.ranks.check_world()
         if self.agree is None and (self.ranks.has_group or self.ranks.sharing):
             check_same_data(self.ranks, self.states.fingerprint, by_default=self.settings.by_default)
         if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
             warn_unloaded()
-        self._process.checked = True
+        self._guard.checked = True
 
-    def _advance(self, want: RequestKind, slots: int) -> tuple[Delivery, Position]:
+    def _advance(self, kind: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """Return this rank's batch of the next step of the epoch, and the position after it."""
         self.local.verify_excluded()
         position = self.position
-        delivery = self.prefetcher.next(position, want, position.slot + slots - 1)
-        if delivery.dry:
+        delivery = self.prefetcher.next(position, kind, position.slot + slots - 1)
+        if delivery.exhausted:
             self.close()
             lane = position.own_slot % self.settings.lanes
             raise SavableError(f"lane {lane} lost a batch that it had. Use deterministic stages.")
-        return delivery, self._ends.after(position, want, delivery)
+        return delivery, self._ends.after(position, kind, delivery)
 
     def close(self) -> None:
         """See `SavableLoader.close`."""
@@ -283,10 +285,10 @@ class Run:
             for observer in self.observers:
                 observer.close()
             self.states.close()
-        fault = self.prefetcher.close()
+        changed_shard = self.prefetcher.close()
         self.local.close()
-        if fault and isinstance(sys.exception(), StopIteration | None):
-            raise ShardError(fault, reason="changed shard")
+        if changed_shard and isinstance(sys.exception(), StopIteration | None):
+            raise ShardError(changed_shard, reason="changed shard")
 
     def __enter__(self) -> Run:
         return self
@@ -294,9 +296,12 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def state_dict(self, lag: int = 0, *, at: Position | None = None) -> dict[str, Any]:
-        """Return the state here or `at` an earlier position, or `lag` batches before that."""
-        before = (at or self.position).before(lag)
+    def state_dict(self, lag: int = 0, *, position: Position | None = None) -> dict[str, Any]:
+        """Return the state `lag` batches before a position.
+
+        The position, by default the current one, is an earlier one of this run.
+        """
+        before = (position or self.position).before(lag)
         self.backend.verify_delivered()
         state = self.states.flat(before)
         for observer in self.observers:
@@ -306,16 +311,16 @@ class Run:
     def global_state(
         self, group: dist.ProcessGroup | None = None, *, position: Position | None = None, lag: int = 0
     ) -> dict[str, Any]:
-        """Return the state of all ranks, now or at an earlier position of this run.
-
-        Collective.
-        """
+        """Return the state of all ranks, see `state_dict`. Collective."""
         ranks = self.ranks if group is None else Ranks(self.ranks.rank, self.ranks.world_size, group)
-        own = self.state_dict(lag, at=position)
+        own = self.state_dict(lag, position=position)
         return self.joined(own, ranks.gather(own))
 
     def joined(self, own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge the `states` of all ranks, of which this rank has just saved `own`."""
+        """Return the merged `states` of all ranks.
+
+        `own` is that of this rank, which it has just saved.
+        """
         merged = merge_states(states)
         if self._repeater is not None:
             self._repeater.on_merge(own, merged)
@@ -323,11 +328,11 @@ class Run:
 
     def return_to(self, position: Position) -> None:
         """Return to an earlier position of this run, to repeat the following batches."""
-        with self._process.moving():
+        with self._guard.moving():
             self._move(position)
 
     def _move(self, position: Position) -> None:
-        """Set a position for which the prefetched batches are not valid."""
+        """Set another position, and drop the prefetched batches, which are of the current one."""
         self.local.use_facts(position.facts)
         self.prefetcher.restart()
         self._ends.forget()
@@ -335,13 +340,13 @@ class Run:
         self._adopt(position, None)
 
     def _adopt(self, position: Position, state: Mapping[str, Any] | None) -> None:
-        """Let all observers check a state or position, and only then let them adopt it."""
+        """Let all observers check a state or position. If none raises, let all adopt it."""
         adopting = [observer.on_load(position, state) for observer in self.observers]
         for adopt in filter(None, adopting):
             adopt()
 
     def check_not_ahead(self) -> None:
-        """Raise `SavableError` if this run is ahead of its trainer."""
+        """Raise `SavableError` if the trainer lacks the last batches of this run."""
         if self.is_ahead():
             raise SavableError(
                 "OnDevice has fetched a batch ahead of the trainer. Save, load and skip through the OnDevice "
@@ -349,44 +354,46 @@ class Run:
             )
 
     def undo_fetch(self, before: Position) -> None:
-        """Return to `before` if the trainer did not get a batch yielded since then."""
-        now, then = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
-        if now and not (then and now[0] is then[0]):
+        """Return to `before` if a batch was yielded since that the trainer lacks."""
+        last_batch, batch_before = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
+        if last_batch and not (batch_before and last_batch[0] is batch_before[0]):
             self.return_to(before)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Iterable[str] = ()) -> None:
         """See `SavableLoader.load_state_dict`."""
         check_flat(state)
-        with self._process.moving(), _loading(self, state):
+        with self._guard.moving(), _loading(self, state):
             loaded = self.states.loaded(state, allow)
             self._adopt(loaded, state)
             self.prefetcher.restart_workers()
             self._ends.forget()
             self.position, self._was_loaded, self._last_repeat = loaded, True, None
 
-    def reconfigure(self, **wanted: Any) -> int:
+    def reconfigure(self, **changes: Any) -> int:
         """See `SavableLoader.reconfigure`. The run continues as if stopped and resumed.
 
-            yielded  0  1  2  3 │ built ahead: 4 5 6    reconfigure: 4, 5, 6 are dropped, the lanes are before 4 again,
-                                │                       with the decision in their states; 4 is built again
+            slots    0  1  2  3 │ 4  5  6        `reconfigure` drops batches 4 to 6, and returns each lane to its state
+                     yielded    │ prefetched     before them, with the decision in it; then 4 is built again
 
         Rows in flight with only excluded samples are dropped.
         """
         if self.settings.restarts:
             raise ValueError("reconfigure does not apply to on_iter='restart'. Create a loader with other settings.")
-        with self._process.moving():
-            at, last = self.position, self.local.last_stage
-            arguments = at.facts.decisions, at.next_batch, last
-            decisions = agreed(self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **wanted)))
-            self._move(at.decided(decisions))
-        return at.next_batch
+        with self._guard.moving():
+            position, last = self.position, self.local.last_stage
+            arguments = position.facts.decisions, position.next_batch, last
+            decisions = agreed_decisions(
+                self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **changes))
+            )
+            self._move(position.decided(decisions))
+        return position.next_batch
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""
         repeat = self._last_repeat
         if repeat is not None and not lag and repeat.after.history.total == self.position.history.total:
-            slot, samples = repeat.epoch_and_slot[1], repeat.samples
-            return Trace(slot, slot % self.settings.lanes, traced_rows(self.local.last_stage, samples))
+            _, slot = repeat.epoch_and_slot
+            return Trace(slot, slot % self.settings.lanes, traced_rows(self.local.last_stage, repeat.samples))
         batch = history_of(self.position).lagged(lag)
         rows = traced_rows(self.local.last_stage, batch.samples)
         return Trace(self.ranks.slot(batch.step), batch.lane, rows)
@@ -403,7 +410,7 @@ def history_of(position: Position) -> History:
 
 
 def _with_new_iterator(position: Position) -> Position:
-    """Return the same position after a new iterator has started there."""
+    """Return this position as after a call of `iter`."""
     return replace(position, previous=None, iterator="started")
 
 
@@ -413,7 +420,7 @@ def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
     before, local = dict(vars(run)), run.local
     lanes, facts, pinned = local.lanes, local.facts, dict(local.pinned)
     try:
-        if run.wanted.by_default and ("position" not in before or state["lanes"] != lanes):
+        if run.initial_settings.by_default and ("position" not in before or state["lanes"] != lanes):
             for observer in before.get("observers", ()):
                 observer.close()
             run.fix_lanes(min(state["lanes"], _MOST_LANES))
@@ -432,30 +439,30 @@ class _VoteNeeded(Exception):
 
 
 def voted_step(runs: Sequence[Run]) -> list[Any]:
-    """Return the batch of each rank in the next step, with the votes of all.
+    """Take the next step of all ranks in this process, and return the batch of each.
 
-    A rank that votes interrupts its step. The step is repeated with the result of the vote.
+    A rank that must vote interrupts its step. When all have voted, the step is repeated with the result.
     """
-    agreed: list[int] = []
+    results: list[int] = []  # the result of the vote, once all ranks have voted
 
     def agree(vote: int) -> int:
-        if not known:
+        if not unused_results:
             votes.append(vote)
             raise _VoteNeeded
-        return known.pop()
+        return unused_results.pop()
 
     while True:
         votes: list[int] = []
-        taken: list[Any] = []
+        batches: list[Any] = []
         for run in runs:
-            known, before, run.agree = list(agreed), run.agree, agree
+            unused_results, agree_before, run.agree = list(results), run.agree, agree
             try:
-                taken.append(run.__next__())
+                batches.append(run.__next__())
             except _VoteNeeded:
                 pass
             finally:
-                run.agree = before
-        assert not taken or not votes, "some ranks vote, others do not"
-        if taken:
-            return taken
-        agreed = [max(votes) if runs[0].settings.pad else min(votes)]
+                run.agree = agree_before
+        assert not batches or not votes, "some ranks vote, others do not"
+        if batches:
+            return batches
+        results = [max(votes) if runs[0].settings.pad else min(votes)]

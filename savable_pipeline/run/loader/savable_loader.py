@@ -138,7 +138,7 @@ class SavableLoader:
 
     def __next__(self) -> Any:
         try:
-            # not `next(...)`, which would be a call after which Python may deliver a signal, see `Run.__next__`
+            # `next(...)` would be one more call, at which Python may run a signal handler, see `Run.__next__`
             return self._run.__next__()
         except (SavableError, TypeError, ValueError) as error:
             raise shortened(error) from error.__cause__
@@ -447,12 +447,12 @@ class SavableLoader:
         settings, position = self._run.settings, self._run.position
         shown = f"seed={settings.seed}, lanes={settings.lanes}, num_workers={settings.num_workers}"
         rank = f"rank {position.ranks.rank} of {position.ranks.world_size}"
-        at = f"at slot {position.slot} of epoch {position.epoch}"
+        where = f"at slot {position.slot} of epoch {position.epoch}"
         if settings.epoch_slots is not None:
-            at = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
+            where = f"at slot {position.slot}, in epochs of {settings.epoch_slots} slots"
         if position.facts.decisions:
-            at += f"; decided {position.facts.decisions}"
-        return f"SavableLoader({shown}): {rank}, {at}\n{self._run.local.last_stage!r}"
+            where += f"; decided {position.facts.decisions}"
+        return f"SavableLoader({shown}): {rank}, {where}\n{self._run.local.last_stage!r}"
 
 
 def run_of(loader: SavableLoader) -> Run:

@@ -117,7 +117,7 @@ class LoaderSettings:
 
     @property
     def pad(self) -> bool:
-        """Return whether the last batches of an epoch are padded."""
+        """Return whether the last batches of an epoch get padding rows."""
         return self.tail == "pad"
 
     @property
@@ -131,10 +131,10 @@ class LoaderSettings:
         return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
-    def by_data(self) -> bool:
+    def lanes_by_data(self) -> bool:
         """Return whether the data determine the number of lanes.
 
-        They do not if the pipeline is a function, which may use the number.
+        They do not if the pipeline is a function, because it may use the number itself.
         """
         by_slots = self.pad or self.epoch_slots is not None
         return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
@@ -145,7 +145,7 @@ class LoaderSettings:
 
         The number of lanes is 1 until it is known.
         """
-        lanes = 1 if self.by_data else self.lanes
+        lanes = 1 if self.lanes_by_data else self.lanes
         return LaneJob(self.pipeline, self.seed, lanes, self.pad, bool(self.acknowledge))
 
     def find_ranks(self) -> Ranks:
@@ -153,12 +153,13 @@ class LoaderSettings:
 
         Raises ValueError if the lanes do not fit the ranks.
         """
-        return find_ranks(self.ranks, None if self.by_data else self.lanes)
+        return find_ranks(self.ranks, None if self.lanes_by_data else self.lanes)
 
     def new_backend(self, runner: LaneRunner, last_stage: Callable[[], Stage], pinned: PinnedShards) -> Backend:
-        """Return the backend that builds the batches, or gets them from a peer.
+        """Return the backend that builds the batches, or gets them from another rank.
 
-        Without workers, `runner` builds the batches in this process.
+        Without workers, `runner` builds the batches in this process. `last_stage` returns the last stage of a lane, and
+        `pinned` has the shards that workers must read.
         """
         ranks, workers = self.find_ranks(), replace(self.workers, count=self.num_workers)
         host = partial(workers.host, self.job, (ranks.rank, ranks.world_size))

@@ -1,7 +1,7 @@
-"""`StatefulDataset`: the same lanes for torchdata's `StatefulDataLoader`.
+"""`StatefulDataset`: the batches of a run for torchdata's `StatefulDataLoader`.
 
-Each of that loader's N workers takes every N-th of the rank's slots, as if it were a rank of its own, so that its
-round-robin over the workers yields the slots in order:
+That loader takes batches from its N workers in turn. Each worker yields every N-th of the rank's slots, as if it were a
+rank of its own, so that the loader gets the slots in order:
 
     slot    0   1   2   3   4   5      2 ranks × 2 workers: worker w of rank r is share r + 2w of 4
     rank    0   1   0   1   0   1
@@ -91,7 +91,8 @@ class StatefulDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return a flat dict of int and bytes. The loader sends only its changed entries."""
         run = self._run or self._start_epoch(self._next_iteration())
-        return {"shares": self._shares()[1], "iteration": self._iteration, **run.state_dict()}
+        _, shares = self._share()
+        return {"shares": shares, "iteration": self._iteration, **run.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -105,7 +106,7 @@ class StatefulDataset(IterableDataset[Any]):
         """
         if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
             raise StateError("this is no state of a StatefulDataset. Load the one that it saved.")
-        shares = self._shares()[1]
+        _, shares = self._share()
         if state["shares"] != shares:
             raise CheckpointMismatchError(
                 f"the state has {state['shares'] // self._world_size} workers on each of {self._world_size} ranks, "
@@ -121,7 +122,7 @@ class StatefulDataset(IterableDataset[Any]):
                 f"{addresses_of(self._pinned).get(moved[0], moved[0])}, or use a SavableLoader, which keeps it."
             )
         self._run, self._iteration = run, state["iteration"]
-        # saved after the last batch: this epoch ends, and the next iterator yields that epoch
+        # If the state was saved after the last batch, the loaded iterator ends at once, and the next one continues.
         if run.epoch > self._iteration:
             run.end_epoch()
         self._started_and_seed[0] = self._pack_started(self._iteration + 1)
@@ -133,7 +134,7 @@ class StatefulDataset(IterableDataset[Any]):
 
     def _new_run(self, iteration: int) -> Run:
         """Build a run of this process's share of the lanes, at the start of an epoch."""
-        share, shares = self._shares()
+        share, shares = self._share()
         lanes = self._settings.lanes
         if lanes % shares:
             numbers = [n for n in range(1, lanes // self._world_size + 1) if lanes % (self._world_size * n) == 0]
@@ -146,27 +147,28 @@ class StatefulDataset(IterableDataset[Any]):
         run.begin_epoch(iteration)
         return run
 
-    def _shares(self) -> tuple[int, int]:
+    def _share(self) -> tuple[int, int]:
         """Return the number of this process's share of the lanes, and the number of shares."""
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         return self._rank + self._world_size * worker, self._world_size * workers
 
     def _next_iteration(self) -> int:
-        """Return the number of the epoch that starts, equal in all workers that were started together."""
-        begun, seed = divmod(int(self._started_and_seed[0]), 1 << _SEED_BITS)
+        """Return the number of the epoch that starts now, the same in all workers that were started together."""
+        started_count, seed = divmod(int(self._started_and_seed[0]), 1 << _SEED_BITS)
         info = get_worker_info()
         if info is None:
-            number = begun
+            number = started_count
         elif self._iteration >= 0:  # a worker that continues for another epoch
             number = self._iteration + 1
         else:
-            number = begun - 1 if begun and seed == self._worker_seed() else begun
+            number = started_count - 1 if started_count and seed == self._worker_seed() else started_count
         self._started_and_seed[0] = self._pack_started(number + 1)
         return number
 
-    def _pack_started(self, begun: int) -> int:
-        return (begun << _SEED_BITS) | self._worker_seed()
+    def _pack_started(self, started_count: int) -> int:
+        """Return the number of started epochs and the seed of these workers in one number."""
+        return (started_count << _SEED_BITS) | self._worker_seed()
 
     def _worker_seed(self) -> int:
         """Return a number that is equal only in workers that were started together."""
@@ -179,7 +181,7 @@ def _is_count(value: object) -> bool:
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:
-    """Open the shards of the pipeline, and return their pins."""
+    """Open the shards of the pipeline, and return those that all its workers must read."""
     local = LocalLanes(settings.job, 0)
     try:
         assert local.last_stage

@@ -4,15 +4,16 @@
     load    flat dict ──▶ checks of its form ──▶ its commits of the Hub are pinned ──▶ compare the fingerprints
             ──▶ new shards join ──▶ decisions that still apply ──▶ Position, which observers check before it counts
 
-Saving copies what came with the batches, so it asks no worker. Loading changes the run only if nothing raises: `Run`
-restores what it had.
+Saving copies the states that came with the batches, so it asks no worker. Loading changes the run only if nothing
+raises. Otherwise `Run` undoes all changes.
 
 `NewShards` lets shards that were added to a dataset join a run, at one epoch for all lanes:
 
     state of all lanes ──▶ the last epoch that the reader of any lane has started: 4
-                       ──▶ (epoch 5, 12 shards) among the run's facts, to stay there
+                       ──▶ (epoch 5, 12 shards), from then on one of the run's facts
 
-Started epochs stay as they are. No lane has started the epoch at which the shards join, so all lanes deal it alike.
+Epochs that some lane has started keep their shards. No lane has started the epoch at which the new shards join, so all
+lanes divide it in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from savable_pipeline.data.dataset.shard_digests import Summary, count, starts_w
 from savable_pipeline.data.shards.paths import addresses_of, commits_of
 from savable_pipeline.data.shards.shard_list import ShardList
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.run.loader.decided import applicable
+from savable_pipeline.run.loader.decided import applicable_decisions
 from savable_pipeline.run.loader.local_lanes import LocalLanes, chunk_sizes
 from savable_pipeline.run.loader.position import LanePosition, Position
 from savable_pipeline.run.loader.ranks import Ranks
@@ -57,8 +58,8 @@ from savable_pipeline.stages.stage import Stage
 
 log = logging.getLogger(__name__)
 
-NEW_SHARDS = "shards"  # the word in `allow`
-_CHANGED = "settings changed within the epoch"  # an entry of a state's fingerprint until that epoch ends
+NEW_SHARDS = "shards"  # in `allow`, it lets new shards join
+_CHANGED = "settings changed within the epoch"  # key in the environment of a saved fingerprint, until the epoch ends
 
 
 class States:
@@ -106,7 +107,7 @@ class States:
         }
 
     def loaded(self, state: Mapping[str, Any], allow: Iterable[str]) -> Position:
-        """Return the position in a state.
+        """Return the position that a state dict has saved.
 
         Raises the errors of `SavableLoader.load_state_dict`.
         """
@@ -128,7 +129,7 @@ class States:
             self.__dict__.pop(name, None)
 
     def _loaded(self, state: Mapping[str, Any], saved: Fingerprint, allow: Iterable[str]) -> Position:
-        """Return the position in a state with the fingerprint `saved`, in data that have grown like its data."""
+        """Return the position in a state with the fingerprint `saved`, and use its facts from now on."""
         ours, allowed = self.fingerprint, {allow} if isinstance(allow, str) else set(allow)
         checked_allow(allowed - {NEW_SHARDS}, saved, ours)
         with restoring("the state"):
@@ -145,7 +146,7 @@ class States:
         self, state: Mapping[str, Any], saved: Fingerprint, ours: PipelineFingerprint, allowed: set[str]
     ) -> Position:
         """Return the position in a state with the fingerprint `saved`, whose fields in `allowed` may differ."""
-        changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
+        was_changed = saved.environment.pop(_CHANGED, None) is not None and state["slot"] > 0
         new = NewShards(saved, ours, self._local) if NEW_SHARDS in allowed else None
         differing = compare(new.before if new else saved, ours, allowed - {NEW_SHARDS})
         if state["lanes"] != self._settings.lanes:
@@ -154,11 +155,12 @@ class States:
         lanes = state_dict.read_lanes(state, self._ranks.lanes(self._settings.lanes))
         facts = state_dict.read_facts(state)
         decided, last = facts.decisions, self._local.last_stage
-        if decided and (in_effect := applicable(decided, last, differing)) != decided:
+        if decided and (in_effect := applicable_decisions(decided, last, differing)) != decided:
             facts = replace(facts, decisions=in_effect)
             state = {**state, **{name: with_facts(state[name], facts) for name in map(state_dict.lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
-        differs = bool(differing) or changed or _may_have_other_shares(facts, self._local.grown(facts), state["epoch"])
+        has_other_shares = _may_have_other_shares(facts, self._local.grown(facts), state["epoch"])
+        differs = bool(differing) or was_changed or has_other_shares
         slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
         changed = differs and slot > 0  # with larger batches, for example, a lane that had another batch may have none
         positions = {
@@ -169,9 +171,9 @@ class States:
 
 
 def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:
-    """Return whether the epoch may have been started with another `tail`, and so with other lane shares.
+    """Return whether the epoch may have been started with another `tail`, and so divided otherwise among the lanes.
 
-    The fingerprint does not contain the tail.
+    The fingerprint does not contain the tail. `last` is the last stage of a lane with these facts.
     """
     readers = (stage for stage in upstream(last) if isinstance(stage, RecordReader))
     by_tail = any(reader.shares_of(epoch).is_cut_by_tail for reader in readers)
@@ -181,8 +183,9 @@ def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:
 class NewShards:
     """Shards that the readers of a pipeline did not have when a fingerprint was saved.
 
-    `before` is the saved fingerprint with the current values wherever only growth made them differ. Other differences,
-    such as a missing shard, remain in it. Raises `CheckpointMismatchError` for shards that cannot join.
+    `before` is the saved fingerprint, with the current values of the fields that differ only because of new shards.
+    Other differences, such as a missing shard, remain in it. Raises `CheckpointMismatchError` for shards that cannot
+    join.
     """
 
     def __init__(self, saved: Fingerprint, ours: PipelineFingerprint, local: LocalLanes) -> None:
@@ -201,13 +204,13 @@ class NewShards:
 
     @property
     def growth_before(self) -> Growth:
-        """Return the growth with which lanes read only the old shards in each epoch."""
+        """Return the `RunFacts.growth` with which lanes read only the old shards."""
         return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `state` with the epochs at which the new shards join.
+        """Return `state` with facts that say at which epochs the new shards join.
 
-        Raises `CheckpointMismatchError` if it lacks lanes.
+        Raises `CheckpointMismatchError` if the state lacks lanes.
         """
         if not self._shards:
             return state
@@ -237,13 +240,13 @@ def _readers(last: Stage) -> dict[str, RecordReader]:
 
 
 def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
-    """Return whether shards were added and all others are the same.
+    """Return whether `ours` has new shards and all saved ones are unchanged.
 
     Raises `CheckpointMismatchError` for a new shard that sorts between old ones.
     """
     if starts_with(ours, saved):
         return len(ours) > count(saved)
-    if not isinstance(saved, list):  # hashes cannot tell a shard between the old ones from a missing one
+    if not isinstance(saved, list):  # only hashes: a shard between the old ones looks like a missing one
         return False
     before, now = {tuple(shard) for shard in saved}, {tuple(shard) for shard in ours.rows()}
     if not before <= now:
@@ -257,7 +260,7 @@ def _has_grown(field: str, saved: Summary, ours: ShardList) -> bool:
 
 
 def _name_after(last: str) -> str:
-    """Return a name for a new shard: the next number, if that sorts after the last."""
+    """Return a name that sorts after `last`, if possible with the next number."""
     numbered = re.fullmatch(r"(.*?)(\d+)(\D*)", last, re.DOTALL)
     if numbered:
         begin, number, end = numbered.groups()
@@ -269,13 +272,13 @@ def _name_after(last: str) -> str:
 
 
 def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """Return the field of the reader's selection if it selects the same old samples as before.
+    """Return the field of the reader's selection if it still selects the same samples of the `old` shards, else {}.
 
-    Raises `CheckpointMismatchError` for a subset that is a count, which would select other samples.
+    Raises `CheckpointMismatchError` for a subset that is a count, because it selects other samples of more shards.
     """
     field = stage_field(reader, "selection")
-    part = reader.samples.first(old).selection
-    if part is None or part.manifest() == saved.fields.get(field):
+    old_selection = reader.samples.first(old).selection
+    if old_selection is None or old_selection.manifest() == saved.fields.get(field):
         return {field: ours.fields[field]}
     if type(reader.subset) is int and saved.fields.get(stage_field(reader, "subset")) == reader.subset:
         raise CheckpointMismatchError(
@@ -285,7 +288,7 @@ def _same_selection(reader: RecordReader, saved: Fingerprint, ours: Fingerprint,
 
 
 def _same_media(reader: RecordReader, saved: Fingerprint, ours: Fingerprint, old: int) -> dict[str, Any]:
-    """Return the current fields of known media that have the saved values for the old shards."""
+    """Return the fields of known media whose values for the first `old` shards equal the saved ones."""
     known = reader.dataset.first_shards(old).known_media.settings()
     fields = {stage_field(reader, name): value for name, value in known.items()}
     return {field: ours.fields[field] for field, value in fields.items() if saved.fields.get(field) == value}

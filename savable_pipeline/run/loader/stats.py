@@ -1,11 +1,12 @@
-"""`Stats`, the counters of a loader; `SourceLosses`, which notices lost sources.
+"""`Stats`, the counters of a loader, and `SourceLosses`, about skipped samples.
 
 `Stats` has sums, percentiles of the last times (`Recent`), and the slowest sample and shard of the timed batches
 (`Slowest`). It warns when the trainer waits too much for data.
 
-`SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It ends a
-run that gets nothing from a source. This depends only on the states of the lanes (`dropped`), so a resumed run ends at
-the same step. It does not end because a source that had samples before the checkpoint has none for a while after it.
+`SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It raises
+an error if all samples of a source are skipped. The error depends only on the states of the lanes (`dropped`), so a
+resumed run raises it at the same step as an uninterrupted one. A source that has yielded a sample before the checkpoint
+never causes it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
 
-_WINDOW_S = 60.0
+_WINDOW_S = 60.0  # length of the windows in which the waiting time is measured
 _NOT_SHOWN = {"items", "first", "tokens", "skipped_tokens"}  # counters of a source that only `SourceLosses` uses
-_STARVING = 0.25  # fraction of a window above which waiting for data causes a warning
+_STARVING = 0.25  # fraction of `_WINDOW_S` above which waiting for data causes a warning
 
 
 class Stats(Observer):
@@ -55,7 +56,7 @@ class Stats(Observer):
         self._wait_times, self._build_times = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
-        self._watched = (0, 0)  # bytes read, and number of items, in the batches that were watched
+        self._watched = (0, 0)  # bytes read, and number of items, in the timed batches
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
@@ -75,9 +76,8 @@ class Stats(Observer):
         self._build_times.add(build_s)
         if step.repeated is None:
             self._count_samples(step)
-        own = self._counts
         for name, number in counts.items():
-            own[name] += number  # type: ignore[assignment]
+            self._counts[name] += number  # type: ignore[assignment]
         if delivery.timed:
             self._add_times(delivery)
         window_start, waited_before = self._window
@@ -90,9 +90,9 @@ class Stats(Observer):
         """Count the samples of a batch per source. With a single source, their refs are not read."""
         ref = step.samples.ref
         if len(self._sources()) == 1:
-            last = ref[-1] if ref else None
-            is_whole = type(last) is tuple and len(last) == 3 and type(last[0]) is type(last[1]) is int
-            self._samples[next(iter(self._sources()))] += len(batch_rows(ref)[1] if is_whole else step.samples.refs)
+            last_row = ref[-1] if ref else None
+            is_item = type(last_row) is tuple and len(last_row) == 3 and type(last_row[0]) is type(last_row[1]) is int
+            self._samples[next(iter(self._sources()))] += len(batch_rows(ref)[1] if is_item else step.samples.refs)
             return
         tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
         self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
@@ -110,6 +110,7 @@ class Stats(Observer):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
 
     def _warn_starving(self, seconds: float, waited: float) -> None:
+        """Warn if the trainer has waited for data for more than a quarter of the last `seconds`."""
         if waited < _STARVING * seconds:
             return
         shares = sorted(self._stage_shares().items(), key=lambda entry: -entry[1])
@@ -160,12 +161,12 @@ class Stats(Observer):
         }
 
     def _bytes_read(self) -> int:
-        """Return the bytes that were read, estimated from the batches that were watched."""
+        """Return the bytes that were read, estimated from the timed batches."""
         bytes_read, items = self._watched
         return int(bytes_read * (self._counts["Encode/items"] / items))
 
     def _source_counts(self) -> dict[str, int | float]:
-        """Return counts by source of a `Blend`: samples in batches, and the counters of stages."""
+        """Return the samples in batches, and counters of stages, of each source of a `Blend`."""
         if not any(self._sources().values() if self._batches else ()):
             return {}
         found: Counter[str] = Counter()
@@ -173,12 +174,13 @@ class Stats(Observer):
             found[f"source/{name}/samples"] += self._samples[tag]
         for counter, number in self._counts.items():
             _, _, of_source = counter.partition("/source/")
-            numeral, _, counter = of_source.partition("/")
+            tag_text, _, counter = of_source.partition("/")
             if of_source and counter not in _NOT_SHOWN:
-                found[f"source/{self._sources().get(int(numeral), numeral)}/{counter}"] += int(number)
+                found[f"source/{self._sources().get(int(tag_text), tag_text)}/{counter}"] += int(number)
         return dict(found)
 
     def _percentiles(self) -> dict[str, float]:
+        """Return percentiles of the waiting, build and stage times, by name."""
         series = {"wait_s": self._wait_times, "making_s": self._build_times}
         series |= {f"stage_s/{name}": recent for name, recent in self._stage_times.items()}
         return {name: value for key, recent in series.items() for name, value in recent.percentiles(key)}
@@ -188,24 +190,25 @@ class Stats(Observer):
         return {counter: name for counter, (_, name) in self._slowest_named().items()}
 
     def _slowest_named(self) -> dict[str, tuple[float, str]]:
-        """Return the seconds and the name of the slowest sample and shard, by counter, if known."""
-        found, sample, shard = {}, self._slowest.sample, self._slowest.shard
+        """Return the seconds and the name of the slowest sample and of the slowest shard, by counter, if known."""
+        sample, slowest_shard, found = self._slowest.sample, self._slowest.shard, dict[str, tuple[float, str]]()
         if sample is not None:
             found["slowest_sample_s"] = sample.nanoseconds / 1e9, f"{sample.shard}, sample {untagged(sample.number)}"
-        if shard is not None:
-            found["slowest_shard_s"] = shard[1], shard[0]
+        if slowest_shard is not None:
+            shard, mean_s = slowest_shard
+            found["slowest_shard_s"] = mean_s, shard
         return found
 
 
 def _packing_efficiencies(counts: Mapping[str, int | float]) -> dict[str, float]:
-    """Return the packing efficiency of each packer."""
-    fills = {}
+    """Return the packing efficiency of each packer, the fraction of its packs that is not padding."""
+    efficiencies = {}
     for name, tokens in counts.items():
         stage = name.removesuffix("/tokens")
-        room = counts.get(f"{stage}/room")
-        if stage != name and room is not None and tokens + room:
-            fills[f"{stage}/fill"] = tokens / (tokens + room)
-    return fills
+        padding = counts.get(f"{stage}/room")
+        if stage != name and padding is not None and tokens + padding:
+            efficiencies[f"{stage}/fill"] = tokens / (tokens + padding)
+    return efficiencies
 
 
 _PERCENTS = (50, 90, 99)
@@ -231,7 +234,7 @@ _MOST_SHARDS = 4096  # most shards whose times are in memory
 
 
 class SlowSample(NamedTuple):
-    """A sample: its shard, tagged index, and the time of its encoder."""
+    """Shard of a sample, its index with its source's tag, and its encoding time."""
 
     shard: str
     number: int
@@ -239,7 +242,7 @@ class SlowSample(NamedTuple):
 
 
 class Slowest:
-    """The slowest sample, and sums of the samples' times by shard, including reads."""
+    """The slowest sample, and the sum of encoding times, with reads, by shard."""
 
     def __init__(self) -> None:
         self.sample: SlowSample | None = None
@@ -272,9 +275,9 @@ class Slowest:
 
 _LEAST_SOURCE_SAMPLES = 1000  # least number of samples of a source to check how many are skipped
 _MOST_SKIPPED = 0.1  # largest fraction of a source's samples or tokens to skip without a warning
-# a run ends if none of this many samples of a source is usable, or none in its first epoch
-_MOST_DROPPED = 10_000
-# epochs to wait if this rank sees only a part of the first epoch: the probability of a mistake is e**-5
+_MOST_DROPPED = 10_000  # a run ends if this many samples of a source are skipped, or all of an epoch, and none is used
+# If this rank has only a part of the lanes, it sees random samples. After as many as 5 epochs have, the probability
+# that it has missed a usable sample is e**-5.
 _WAIT_EPOCHS = 5
 _MOST_REASONS = 5  # most reasons in a message
 _MISSING_PART_FIX = "Check the names of parts in the encoder with `savable info PATH`"  # most skip reasons are "no ..."
@@ -286,32 +289,39 @@ _FIXES = {
 
 
 class SourceLosses(Observer):
-    """Observer of how much each stage skips of each source, on the lanes of this rank.
+    """Observer of how many samples each stage skips of each source.
 
-    Samples that `exclude=`, a decision, a filter or another setting drops do not count.
+    Only the lanes of this rank count. Samples that `exclude=`, `reconfigure`, a filter or another setting drops do not
+    count. A *key* is the name of a stage and the tag of a source, such as "Encode/7", as in `DroppedCounts`.
     """
 
     def __init__(self, local: LocalLanes) -> None:
         self._local = local
-        self._used: Counter[tuple[str, str]] = Counter()  # by key, as in `OfSource`, and counter, such as items
-        self._dropped: dict[str, Counter[str]] = {}  # by stage and source, then by reason
-        self._warned: set[str] = set()
-        self._next_check: Counter[str] = Counter()  # number of dropped samples at which the states are examined again
+        self._used: Counter[tuple[str, str]] = Counter()  # by key and counter, such as "items"
+        self._dropped: dict[str, Counter[str]] = {}  # by key, then by reason
+        self._warned: set[str] = set()  # keys
+        self._next_check: Counter[str] = Counter()  # by key, number of dropped samples to examine the lanes' states at
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
-        """Return the name and the number of samples of each source by tag: "" without a `Blend`, 0 if off."""
+        """Return the name and the number of samples of each source, by the text of its tag.
+
+        The name is "" without a `Blend`, and the number 0 if the source has the weight 0.
+        """
         stages = list(upstream(self._local.last_stage))
         readers = [stage.info for stage in stages if not stage.sources]
         off = frozenset[int]().union(*(stage.off_tags for stage in stages if isinstance(stage, Blend)))
         return {str(tag): (info.branch, info.population * (tag not in off)) for info in readers for tag in info.tags}
 
     def _source(self, key: str) -> tuple[str, int]:
-        """Return the name and the number of samples of a stage's source, 0 for a removed one."""
+        """Return the name and the number of samples of the source in a key, ("", 0) if it was removed."""
         return self._sources.get(key.rpartition("/")[2], ("", 0))
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Start again at a state, where lanes of other ranks may have used a source too."""
+    def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+        """Return a function that counts from a loaded state on.
+
+        There, lanes of other ranks may have used a source.
+        """
         return None if state is None else partial(self._load, state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -322,15 +332,15 @@ class SourceLosses(Observer):
                 self._used.update((key, "items") for key, found in dropped.items() if not found)
 
     def _add_counts(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Add the counters of a batch. Return the keys (stage and source) with a skipped sample."""
+        """Add the counters of a batch. Return the keys with a skipped sample."""
         skipping = set()
         for name, number in counts.items():
-            of = SourceCounter.parse(name) if "/source/" in name else None
-            if of is not None and of.reason:
-                self._dropped.setdefault(of.key, Counter())[of.reason] += int(number)
-                skipping.add(of.key)
-            elif of is not None:
-                self._used[of.key, of.counter] += int(number)
+            parsed = SourceCounter.parse(name) if "/source/" in name else None
+            if parsed is not None and parsed.reason:
+                self._dropped.setdefault(parsed.key, Counter())[parsed.reason] += int(number)
+                skipping.add(parsed.key)
+            elif parsed is not None:
+                self._used[parsed.key, parsed.counter] += int(number)
         return skipping
 
     def on_batch(self, step: BatchStep) -> None:
@@ -339,36 +349,36 @@ class SourceLosses(Observer):
             return
         after = step.after
         for key in self._add_counts(step.delivery.counts):
-            population, dropped = self._source(key)[1], self._dropped[key].total()
+            (_, population), dropped = self._source(key), self._dropped[key].total()
             own = population * len(after.lanes) // after.lane_count  # samples of an epoch on the lanes of this rank
             if population and not self._used[key, "items"] and dropped >= self._next_check[key]:
-                found = self._dropped_by_lanes(key, after)
-                total = reasons_of(found).total()
-                missing = min(_MOST_DROPPED, _WAIT_EPOCHS * population) - total
+                by_lanes = self._dropped_by_lanes(key, after)
+                # number of further drops after which the run ends
+                remaining = min(_MOST_DROPPED, _WAIT_EPOCHS * population) - reasons_of(by_lanes).total()
                 if own == population:
-                    missing = min(missing, population - found[FIRST])
-                if found and missing <= 0:
-                    raise self._error(key, found, len(after.lanes))
-                self._next_check[key] = dropped + max(1, missing)
-            self._warn_of_share(key, min(_LEAST_SOURCE_SAMPLES, own))
+                    remaining = min(remaining, population - by_lanes[FIRST])
+                if by_lanes and remaining <= 0:
+                    raise self._error(key, by_lanes, len(after.lanes))
+                self._next_check[key] = dropped + max(1, remaining)
+            self._warn_of_fraction(key, min(_LEAST_SOURCE_SAMPLES, own))
 
-    def on_skip(self, at: Position) -> None:
-        """Check again at the end of an epoch, when lanes have seen enough samples."""
-        if not at.is_over:
+    def on_skip(self, position: Position) -> None:
+        """Check all sources at the end of an epoch."""
+        if not position.is_over:
             return
-        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in at.lanes.items()]
+        states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in position.lanes.items()]
         for key in dict.fromkeys(key for state in states for key in state.dropped or {}):
-            population, found = self._source(key)[1], self._dropped_by_lanes(key, at)
-            enough = (population + 1) // 2 if len(at.lanes) == at.lane_count else _LEAST_SOURCE_SAMPLES
-            if population and found and reasons_of(found).total() >= enough:
-                raise self._error(key, found, len(at.lanes))
+            (_, population), dropped = self._source(key), self._dropped_by_lanes(key, position)
+            enough = (population + 1) // 2 if len(position.lanes) == position.lane_count else _LEAST_SOURCE_SAMPLES
+            if population and dropped and reasons_of(dropped).total() >= enough:
+                raise self._error(key, dropped, len(position.lanes))
         for key in self._dropped:
-            self._warn_of_share(key, 1)
+            self._warn_of_fraction(key, 1)
 
-    def _dropped_by_lanes(self, key: str, at: Position) -> Counter[str]:
-        """Return what this rank's lanes skipped of a source, or nothing if it had a usable sample."""
+    def _dropped_by_lanes(self, key: str, position: Position) -> Counter[str]:
+        """Return the counters of samples that this rank's lanes skipped of a source, or none if it had a usable one."""
         found: Counter[str] = Counter()
-        for number, lane in at.lanes.items():
+        for number, lane in position.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
             of_lane = (saved.dropped or {}).get(key)
             if of_lane == {} or (saved.batches and not saved.dropped):  # otherwise every source has yielded a sample
@@ -378,29 +388,33 @@ class SourceLosses(Observer):
         return found
 
     def _error(self, key: str, dropped: Counter[str], lanes: int) -> EncodeError:
-        stage, source = key.rpartition("/")[0], self._source(key)[0]
+        stage, _, _ = key.rpartition("/")
+        source, _ = self._source(key)
         reasons = reasons_of(dropped)
-        named, fix = f"the source {source!r}" if source else "the data", _fix(stage, reasons)
+        data = f"the source {source!r}" if source else "the data"
         return EncodeError(
-            f"{stage} skipped the first {reasons.total():,} samples of {named}: {_listed(reasons)}. {fix}."
+            f"{stage} skipped the first {reasons.total():,} samples of {data}: {_listed(reasons)}. "
+            f"{_fix(stage, reasons)}."
             f"\n  on {lanes} lanes of this rank"
         )
 
-    def _warn_of_share(self, key: str, enough: int) -> None:
-        """Warn once if more than a tenth of at least `enough` samples, or of tokens, is skipped."""
+    def _warn_of_fraction(self, key: str, enough: int) -> None:
+        """Warn once if more than a tenth of the samples, of which there are `enough`, or of the tokens is skipped."""
         dropped, items = self._dropped[key].total(), self._used[key, "items"]
-        lost, tokens = self._used[key, "skipped_tokens"], self._used[key, "tokens"]
-        share, share_of_tokens = dropped / max(1, dropped + items), lost / max(1, lost + tokens)
-        if key in self._warned or dropped + items < enough or max(share, share_of_tokens) <= _MOST_SKIPPED:
+        dropped_tokens, tokens = self._used[key, "skipped_tokens"], self._used[key, "tokens"]
+        fraction = dropped / max(1, dropped + items)
+        token_fraction = dropped_tokens / max(1, dropped_tokens + tokens)
+        if key in self._warned or dropped + items < enough or max(fraction, token_fraction) <= _MOST_SKIPPED:
             return
         self._warned.add(key)
-        stage, source = key.rpartition("/")[0], self._source(key)[0]
+        stage, _, _ = key.rpartition("/")
+        source, _ = self._source(key)
         log.warning(
             "%s skips %.0f %% of %s%s: %s. %s.",
             stage,
-            100 * share,
+            100 * fraction,
             f"the source {source!r}" if source else "the samples",
-            f", {share_of_tokens:.0%} of its tokens" if lost else "",
+            f", {token_fraction:.0%} of its tokens" if dropped_tokens else "",
             _listed(self._dropped[key]),
             _fix(stage, self._dropped[key]),
         )

@@ -1,17 +1,18 @@
-"""The agent of a node, and its sessions, which run the workers of one loader each.
+"""The agent of a node, which starts workers there, and its sessions.
+
+A node is another machine. A session runs the workers of one loader.
 
     trainer ── TCP ──▶ agent ── the descriptor ──▶ session, one process per loader
-    trainer ── one connection for the job, one for each worker ──▶ session ── a pool of processes (process_host.py)
+    trainer ── one connection for the job, one for each worker ──▶ session ── worker processes (process_host.py)
             ◀── answers, as the workers wrote them ──                         batches in shared memory
 
-The agent passes each connection that has proved the key to a session. It unpickles nothing itself. Before the proof, a
-connection can only send 82 bytes, within a few seconds. The number of such connections is limited, and the oldest is
-closed first.
+Trainers and agents have a common key. The agent passes each connection that has proved the key to a session. It
+unpickles nothing itself. Before the proof, a connection can only send 82 bytes, within a few seconds. The number of
+such connections is limited, and the oldest is closed first.
 
-A session runs workers as a local trainer would, and relays their messages. A request goes to its worker unchanged. An
+A session starts workers as a local trainer would, and relays their messages. A request goes to its worker unchanged. An
 answer is sent from the shared memory without a copy. A session answers each ping. It never waits for the trainer, which
-reads only when it wants a batch. It detects a lost trainer by the end of its connection, because the system probes
-silent connections.
+reads only when it wants a batch. If the trainer is lost, its connections end, because the system probes silent ones.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, Ended
+from savable_pipeline.run.engine.connection import END_WAIT_S, STARTED, WorkerEnd
 from savable_pipeline.run.engine.process_host import ProcessConnection, ProcessHost, end_process
-from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, begin_interpreter
+from savable_pipeline.run.engine.sealed_job import PROCESS_NAME, SealedJob, start_interpreter
 from savable_pipeline.run.engine.worker_main import ignore_job_signals
 from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.nodes.agreement import unmet_requirements
@@ -42,10 +43,10 @@ from savable_pipeline.run.transport.channel import Channel
 
 log = logging.getLogger(__name__)
 
-_MOST_HALF_OPEN = 64  # connections that have not proved the key
-_PROOF_S = 3.0  # to prove the key
+_MOST_HALF_OPEN = 64  # most connections that have not proved the key
+_PROOF_S = 3.0  # time for a connection to prove the key
 _STEP_S = 0.5  # longest wait of a step
-_WARN_EVERY_S = 60.0  # between two warnings about rejected connections
+_WARN_EVERY_S = 60.0  # least time between two warnings about rejected connections
 
 
 @dataclass(eq=False)
@@ -53,15 +54,15 @@ class HalfOpen:
     """Connection that has not proved the key yet."""
 
     end: socket.socket
-    peer: str
-    until: float
-    hello: bytes = field(default_factory=wire.new_hello)
-    reply: bytes = b""
+    peer: str  # address of the caller, for messages
+    deadline: float  # time until which it must prove the key
+    hello: bytes = field(default_factory=wire.new_hello)  # our first message, as in wire.py
+    reply: bytes = b""  # what has arrived of its reply
 
 
 @dataclass(eq=False)
 class RunningSession:
-    """Process of a session."""
+    """Process of a session, and the agent's channel to it."""
 
     channel: Channel
     process: subprocess.Popen[bytes]
@@ -83,8 +84,8 @@ def read_address(address: str) -> tuple[str, int]:
 class Agent:
     """Accepts connections and starts a session for each loader that has the key.
 
-    It listens at `listen`. Each session gets up to `workers` workers. Raises ValueError for an invalid address, and
-    OSError for one that cannot be used.
+    It listens at the address `listen`. Each session runs up to `workers` workers. Raises ValueError for an invalid
+    address, and OSError for one that cannot be used.
     """
 
     def __init__(self, listen: str, key: bytes, workers: int) -> None:
@@ -103,8 +104,8 @@ class Agent:
             log.warning("%s listens on every network. Use the address of the one that trainers use.", listen)
         self._key, self._workers = key, workers
         self._half_open: list[HalfOpen] = []  # the oldest first
-        self._sessions: dict[bytes, RunningSession] = {}
-        self._rejected, self._warned_at = 0, -_WARN_EVERY_S
+        self._sessions: dict[bytes, RunningSession] = {}  # by `LinkRequest.session`
+        self._rejected, self._warned_at = 0, -_WARN_EVERY_S  # rejected connections since the last warning, and its time
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -119,10 +120,11 @@ class Agent:
         for key, _ in self._selector.select(_STEP_S):
             key.data()
         now = time.monotonic()
-        while self._half_open and self._half_open[0].until < now:
+        while self._half_open and self._half_open[0].deadline < now:
             self._reject(self._half_open[0], "it has not proved the key in time")
 
     def _accept(self) -> None:
+        """Accept a connection, and send it our first message."""
         with contextlib.suppress(OSError):  # the caller has gone, or there is no free descriptor at the moment
             end, peer = self._listener.accept()
             end.setblocking(False)
@@ -135,6 +137,7 @@ class Agent:
                 end.send(caller.hello)
 
     def _receive(self, caller: HalfOpen) -> None:
+        """Receive a part of the reply to our first message, and check the reply once it is complete."""
         if caller not in self._half_open:  # rejected in this step
             return
         try:
@@ -147,49 +150,50 @@ class Agent:
         if not raw:
             self._reject(caller, "it left before it had proved the key")
         elif len(caller.reply) == wire.REPLY_BYTES:
-            found = wire.check_reply(self._key, caller.hello, caller.reply)
-            if found is None:
+            proved = wire.check_reply(self._key, caller.hello, caller.reply)
+            if proved is None:
                 self._reject(caller, "it has not the key")
             else:
-                self._admit(caller, *found)
+                self._admit(caller, *proved)
 
     def _reject(self, caller: HalfOpen, why: str) -> None:
-        self._forget(caller)
+        """Close a connection, and warn unless there was a warning a short time ago."""
+        self._remove(caller)
         caller.end.close()
         self._rejected += 1
         if time.monotonic() - self._warned_at > _WARN_EVERY_S:
             log.warning("rejected %d connections, the last from %s: %s", self._rejected, caller.peer, why)
             self._rejected, self._warned_at = 0, time.monotonic()
 
-    def _forget(self, caller: HalfOpen) -> None:
+    def _remove(self, caller: HalfOpen) -> None:
         self._half_open.remove(caller)
         self._selector.unregister(caller.end)
 
-    def _admit(self, caller: HalfOpen, proof: bytes, wanted: wire.Wanted, secret: wire.Secret) -> None:
-        known = self._sessions.get(wanted.session)
-        if (known is None) != (wanted.purpose == wire.FOR_SESSION):
+    def _admit(self, caller: HalfOpen, proof: bytes, request: wire.LinkRequest, secret: wire.Secret) -> None:
+        """Pass a connection that has proved the key to its session, which is started for the first one."""
+        known = self._sessions.get(request.session)
+        if (known is None) != (request.purpose == wire.FOR_SESSION):
             self._reject(caller, "its session has ended" if known is None else "its session has started already")
             return
-        self._forget(caller)
+        self._remove(caller)
         with caller.end as end, contextlib.suppress(OSError):  # the trainer or the session has gone
             end.send(proof)
-            running = known or self._start_session(wanted.session)
+            running = known or self._start_session(request.session)
             running.channel.send(pickle.dumps(secret), [end.fileno()])
 
     def _start_session(self, session: bytes) -> RunningSession:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = SpawnProcess(
-                target=run_session, args=(theirs.fileno(), self._workers), name=f"{PROCESS_NAME} session"
-            )
-            running = RunningSession(Channel(ours, waits=False), begin_interpreter(process, [theirs.fileno()]))
+            name, arguments = f"{PROCESS_NAME} session", (theirs.fileno(), self._workers)
+            process = SpawnProcess(target=run_session, args=arguments, name=name)
+            running = RunningSession(Channel(ours, blocking=False), start_interpreter(process, [theirs.fileno()]))
         self._sessions[session] = running
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._drop_session(session))
         log.info("a loader has started a session, process %d", running.process.pid)
         return running
 
     def _drop_session(self, session: bytes) -> None:
-        """Drop a session, whose channel becomes readable only when it has ended."""
+        """Drop a session that has ended. Its channel becomes readable only then."""
         running = self._sessions.pop(session)
         self._selector.unregister(running.channel)
         running.end()
@@ -204,14 +208,14 @@ class Agent:
         self._selector.close()
 
 
-_CHECK_S = 0.2  # between two checks for reports of workers
-_POLL_S = 0.005  # between two such checks while a worker checks its shards on request
+_REPORTS_S = 0.2  # between two looks for reports of workers
+_CHECK_S = 0.005  # between two such looks while a worker checks its shards on request
 
 
 def run_session(end: int, workers: int) -> None:
     """Run a session on the agent's channel until the trainer or the agent has gone."""
     ignore_job_signals()
-    session = NodeSession(Channel(socket.socket(fileno=end), waits=False), workers)
+    session = NodeSession(Channel(socket.socket(fileno=end), blocking=False), workers)
     try:
         session.run()
     except (EOFError, OSError):
@@ -227,15 +231,15 @@ class Relay:
 
     def __init__(self, link: wire.Link, host: ProcessHost) -> None:
         self.link = link
-        self.worker: ProcessConnection | None = None  # None until the trainer has sent the shards to read
+        self.worker: ProcessConnection | None = None  # None until the trainer asks to start it
         self.is_checking = False  # whether the worker is checking its shards on request
         self.is_done = False  # whether everything that the trainer needs is sent
         self._ends_by: float | None = None  # when to kill a worker that was asked to end
         self._host = host
-        self._reported = ""  # what the trainer knows to be wrong with delivered batches
+        self._reported = ""  # the message about a changed shard that was forwarded last
 
     def handle_requests(self) -> None:
-        """Handle what the trainer has sent.
+        """Handle the frames that the trainer has sent.
 
         Raises OSError or EOFError if its connection has ended.
         """
@@ -247,9 +251,9 @@ class Relay:
         kind, worker = frame.kind, self.worker
         if kind == wire.PING:
             self.link.send(wire.PONG)
-        elif kind == wire.BEGIN and worker is None:
+        elif kind == wire.START_WORKER and worker is None:
             self.worker = self._host.start_worker(pickle.loads(frame.head))
-        elif worker is None or worker.gone:
+        elif worker is None or worker.is_closed:
             return
         elif kind == wire.REQUEST:
             with contextlib.suppress(OSError):  # the worker is dead, which the host will report
@@ -269,7 +273,7 @@ class Relay:
         """End the worker after a last check, or kill one that has not started."""
         self._ends_by = time.monotonic() + END_WAIT_S
         worker.channel.close()
-        worker.gone = True
+        worker.is_closed = True
         if worker.killed or not worker.pid:
             worker.kill()
 
@@ -277,24 +281,27 @@ class Relay:
         """Forward the worker's answers, and return whether there were any."""
         assert self.worker is not None
         try:
-            found: list[tuple[int, Any]] = self.worker.receive()
+            answers: list[tuple[int, Any]] = self.worker.receive()
         except EOFError:
             self.worker.kill()  # it may be alive, although its connection has ended
             return False
-        for number, answer in found:
+        for number, answer in answers:
             if number == STARTED:
                 pieces, buffers = batch_pickle.dumps(answer)
                 answer = wire.WrittenAnswer(b"".join(pieces), buffers)
             self.link.send(wire.ANSWER, answer.head(number), answer.body())
-        return bool(found)
+        return bool(answers)
 
     def forward_reports(self) -> None:
-        """Forward reports of the worker, and kill it if it takes too long to end."""
+        """Forward reports about the worker's shards.
+
+        If the worker takes too long to end, kill it.
+        """
         if self.worker is None or self.is_done:
             return
-        if (fault := self.worker.fault()) != self._reported:
-            self._reported = fault
-            self.link.send(wire.FAULT, fault.encode())
+        if (message := self.worker.shard_error()) != self._reported:
+            self._reported = message
+            self.link.send(wire.SHARD_ERROR, message.encode())
         if self.is_checking and self.worker.has_checked():
             self.is_checking = False
             self.link.send(wire.CHECKED)
@@ -302,13 +309,13 @@ class Relay:
             self._ends_by = None
             self.worker.kill()
 
-    def ended(self, how: Ended) -> None:
+    def forward_end(self, end: WorkerEnd) -> None:
         """Forward the last answers of the worker, and how it ended."""
         assert self.worker is not None
-        while not self.worker.gone and self.relay():
+        while not self.worker.is_closed and self.relay():
             pass
-        worker, error = self.worker, None if how.error is None else str(how.error)
-        report = (how.how, error, tuple(worker.working_on()), worker.stack(), worker.fault())
+        worker, error = self.worker, None if end.error is None else str(end.error)
+        report = (end.how, error, tuple(worker.working_on()), worker.stack(), worker.shard_error())
         self.is_done = True
         worker.close()
         self.link.send(wire.ENDED, pickle.dumps(report))
@@ -323,13 +330,16 @@ class Relay:
 
 
 class NodeSession:
-    """The connections of a loader, and their workers."""
+    """The connections of a loader to this node, and its workers.
+
+    `channel` is that to the agent, over which connections arrive.
+    """
 
     def __init__(self, channel: Channel, workers: int) -> None:
-        self.host: ProcessHost | None = None  # once trainer and node have agreed
+        self.host: ProcessHost | None = None  # None until the node has compared its versions with the trainer's
         self._channel = channel
         self._count = workers
-        self._control: wire.Link | None = None
+        self._control: wire.Link | None = None  # the loader's connection for the job
         self._trusted = False  # whether the network is trusted
         self._relays: list[Relay] = []
         self._selector: Any = selectors.DefaultSelector()  # its descriptor wakes the host
@@ -342,12 +352,12 @@ class NodeSession:
         Raises EOFError or OSError then.
         """
         while True:
-            seconds = _POLL_S if any(relay.is_checking for relay in self._relays) else _CHECK_S
+            seconds = _CHECK_S if any(relay.is_checking for relay in self._relays) else _REPORTS_S
             if self.host is None:
                 ready = self._selector.select(seconds)
             else:
-                heard, ended = self.host.wait(seconds)  # those with answers, and those that ended
-                self._relay(heard, ended)
+                with_messages, ends = self.host.wait(seconds)
+                self._relay(with_messages, ends)
                 ready = self._selector.select(0)
             for key, _ in ready:
                 if key.data is self._channel:
@@ -358,6 +368,7 @@ class NodeSession:
             self._serve_trainers({key.data for key, _ in ready})
 
     def _add_connection(self, end: socket.socket, secret: wire.Secret) -> None:
+        """Add a connection of the loader: the first is for the job, and each later one for a worker."""
         link = wire.Link(end, secret)
         if self._control is None:
             self._control, self._trusted = link, secret.trusted
@@ -367,6 +378,7 @@ class NodeSession:
             self._watch(link, self._relays[-1])
 
     def _watch(self, link: wire.Link, data: Any) -> None:
+        """Let the selector return `data` when the link has something to receive or room to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.events & select.POLLOUT else 0)
         if (known := self._watched.get(link.fileno())) != events:
             (self._selector.register if known is None else self._selector.modify)(link.fileno(), events, data)
@@ -383,32 +395,37 @@ class NodeSession:
                 self._agree(*pickle.loads(frame.head))
         self._watch(self._control, self._control)
 
-    def _agree(self, wanted: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
-        """Create the host of workers if this machine matches the trainer's."""
+    def _agree(self, requirements: dict[str, str], allow: list[str], path: list[str], raw: bytes, main: Any) -> None:
+        """Create the host of workers if this machine meets the requirements, and answer the trainer.
+
+        `path` is the trainer's `sys.path`, `raw` the pickled job, and `main` describes its main module.
+        """
         assert self._control is not None
         sys.path += [folder for folder in path if folder not in sys.path]
-        found = unmet_requirements(wanted, main, allow)
+        unmet = unmet_requirements(requirements, main, allow)
         if not self._trusted and not wire.can_authenticate_bodies():
-            found.append("cryptography: none there, and needed unless trusted_network=True")
-        if found:
-            self._control.send(wire.REFUSED, "\n".join(found).encode())
+            unmet.append("cryptography: none there, and needed unless trusted_network=True")
+        if unmet:
+            self._control.send(wire.REFUSED, "\n".join(unmet).encode())
             return
         self.host = ProcessHost(SealedJob(None, raw, main), "forkserver", wire.WrittenAnswerReader)
-        self.host.wakes.append(self._selector.fileno())
+        self.host.wake_descriptors.append(self._selector.fileno())
         self._control.send(wire.AGREED, str(self._count).encode())
 
-    def _relay(self, heard: list[ProcessConnection], ended: list[Ended]) -> None:
-        ends = {id(each.worker): each for each in ended}
+    def _relay(self, with_messages: list[ProcessConnection], ends: list[WorkerEnd]) -> None:
+        """Forward the answers and the ends of workers."""
+        end_by_worker = {id(each.worker): each for each in ends}
         for relay in self._relays:
             if relay.worker is None or relay.is_done:
                 continue
             with contextlib.suppress(OSError):  # the trainer's end is closed, which `_serve_trainers` will notice
-                if relay.worker in heard:
+                if relay.worker in with_messages:
                     relay.relay()
-                if end := ends.get(id(relay.worker)):
-                    relay.ended(end)
+                if end := end_by_worker.get(id(relay.worker)):
+                    relay.forward_end(end)
 
     def _serve_trainers(self, ready: set[Any]) -> None:
+        """Handle the requests of `ready` relays, and the reports of all workers. Close relays of lost connections."""
         for relay in list(self._relays):
             try:
                 if relay in ready:

@@ -1,8 +1,8 @@
-"""Versions and sources that a trainer and a node must share.
+"""Versions and sources that must be the same on a trainer's machine and on a node.
 
-Otherwise a lane could build other batches on the node. The node checks them before the first batch. Each requirement is
-a name and a text: a version, the processor, or a hash of the source of a user's module that the pipeline uses. Finding
-them imports none of the user's code.
+Otherwise a lane could build other batches on the node. So the node compares them before the first batch. Each
+requirement is a name and a text: a version, the processor, or a hash of the source of a user's module that the pipeline
+uses. Collecting them imports none of the user's code.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ _CPU_FEATURES = {"sse4_1", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512v
 
 
 def requirements_of(pickled: bytes, main: dict[str, Any]) -> Requirements:
-    """Return what a node must share with this process for a job: a text for each name.
+    """Return what must be the same on a node that runs a job, as a text for each name.
 
     `pickled` is the job. `main` describes its main module, as multiprocessing does.
     """
     builds = {name: _build(name) for name in LIBRARIES}
-    found = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _DECODER}}
-    files = {
-        f"module {name}": _source(name) for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")
-    }
+    versions = {**_releases(), **{name: each for name, each in builds.items() if each != _NONE or name == _DECODER}}
+    modules = [name for name in _user_modules(pickled) if name not in ("__main__", "__mp_main__")]
+    files = {f"module {name}": _source(name) for name in modules}
     if file := _main_file(main):
         files[MAIN_MODULE] = Path(file)
-    return {**found, **{name: _hash_of(file) for name, file in files.items()}}
+    return {**versions, **{name: _hash_of(file) for name, file in files.items()}}
 
 
-def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
-    """Return one text for each requirement that this machine does not meet.
+def unmet_requirements(requirements: Requirements, main: dict[str, Any], allow: Iterable[str]) -> list[str]:
+    """Return a text for each requirement that this machine does not meet.
 
-    Names in `allow` may differ.
+    Requirements whose names are in `allow` are ignored.
     """
     releases = _releases()
-    found = []
-    for name, value in wanted.items():
+    unmet = []
+    for name, value in requirements.items():
         if name == MAIN_MODULE:
             own = _hash_of(Path(_main_file(main)))
         elif name.startswith("module "):
@@ -63,12 +62,13 @@ def unmet_requirements(wanted: Requirements, main: dict[str, Any], allow: Iterab
         else:
             own = releases[name] if name in releases else _build(name)
         if own != value and name not in set(allow):
-            found.append(f"{name}: {own} there, {value} here")
-    return found
+            unmet.append(f"{name}: {own} there, {value} here")
+    return unmet
 
 
 @cache
 def _releases() -> Requirements:
+    """Return the versions of this library and of Python, and the processor."""
     return {
         "savable_pipeline": f"{_build('savable_pipeline')} ({_hash_of(_ROOT)}, ORDER {ORDER}, STATE {STATE})",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -77,7 +77,7 @@ def _releases() -> Requirements:
 
 
 def _cpu_flags() -> set[str]:
-    """Return the features of the processor, if the system lists them."""
+    """Return the features of the processor, if /proc/cpuinfo lists them."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(errors="replace") if file.exists() else ""
     return set(re.findall(r"\w+", " ".join(re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)[:1])))
@@ -95,6 +95,7 @@ def _build(name: str) -> str:
 
 
 def _digest(raw: bytes) -> str:
+    """Return the first 12 digits of a hash."""
     return hashlib.sha256(raw).hexdigest()[:12]
 
 
@@ -128,9 +129,9 @@ def _main_file(main: dict[str, Any]) -> str:
 
 
 def _user_modules(pickled: bytes) -> list[str]:
-    """Return the names of the user's modules that a pickle uses.
+    """Return the names of the user's modules that a pickle uses, directly or through other such modules.
 
-    The pickle names some of them. Others are used by these, recursively. Only modules imported in this process count.
+    Only modules imported in this process count.
     """
     found: set[str] = set()
     pending = sorted(_named_modules(pickled))
@@ -140,7 +141,7 @@ def _user_modules(pickled: bytes) -> list[str]:
         if name in found or module is None or not _is_user_module(module):
             continue
         found.add(name)
-        pending += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]
+        pending += [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 1)]  # its packages
         for value in list(vars(module).values()):
             used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
             if isinstance(used, str):
@@ -149,7 +150,7 @@ def _user_modules(pickled: bytes) -> list[str]:
 
 
 def _named_modules(pickled: bytes) -> set[str]:
-    """Return the names of imported modules among the strings of a pickle, with those of its classes and functions."""
+    """Return the names of imported modules that a pickle has as strings, such as those of its classes."""
     texts = {arg for _, arg, _ in pickletools.genops(pickled) if isinstance(arg, str)}
     return {word for text in texts for word in text.split(" ")[:1] if word in sys.modules}
 
@@ -165,4 +166,5 @@ def _is_user_module(module: ModuleType) -> bool:
 
 @cache
 def _installed() -> list[Path]:
+    """Return the folders of the standard library and of installed packages."""
     return [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]

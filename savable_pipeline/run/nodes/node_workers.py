@@ -1,13 +1,13 @@
 """`SocketWorkers` on other machines, and `RayWorkers` on machines that Ray finds.
 
-With Ray, one actor on each node runs an agent:
+With Ray, one actor on each machine (node) runs an agent, which starts workers (agent.py):
 
-    loader ── requests actors, and asks each every two seconds for its address ──▶ Ray
+    loader ── creates actors, and asks each every two seconds for its address ──▶ Ray
            ◀── address and key of each running agent ──
-    loader ◀═══ everything else: the connections of agent and session ═══▶ nodes
+    loader ◀═══ everything else: the TCP connections of `SocketHost` ═══▶ nodes
 
-Only the loader replaces actors. Ray transfers addresses and keys, and no byte of a batch. Actors that wait for a
-machine make a cluster grow.
+Only the loader replaces actors. Ray transfers addresses and keys, and no byte of a batch. A cluster that scales itself
+grows while actors wait for a machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from savable_pipeline.run.nodes.wire import can_authenticate_bodies, read_key
 
 @dataclass(frozen=True)
 class NodeWorkers(Workers):
-    """Settings of workers on other machines, which set the number of workers.
+    """Settings of workers on other machines.
 
-    See `SocketHost.count`.
+    The machines determine the number of workers.
     """
 
     count: int | None = field(default=1, kw_only=True)
@@ -116,7 +116,7 @@ class SocketWorkers(NodeWorkers):
 log = logging.getLogger(__name__)
 
 _ASK_S = 2.0  # interval at which actors are asked for their addresses
-_FIRST_S = 300.0  # to wait for the least number of nodes
+_MOST_START_S = 300.0  # longest time to wait until the least number of nodes runs
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class RayWorkers(NodeWorkers):
 
     @property
     def range(self) -> tuple[int, int]:
-        """Return the smallest and the largest number of nodes."""
+        """The least number of nodes to start with, and the most to request."""
         return self.nodes if isinstance(self.nodes, tuple) else (self.nodes, self.nodes)
 
     def _open_agents(self) -> Callable[[], Sequence[AgentAddress]]:
@@ -170,7 +170,10 @@ class RayWorkers(NodeWorkers):
 
 
 class NodeAgent:
-    """Actor that runs an agent in a thread, which ends with the actor's process."""
+    """Ray actor that runs an agent in a thread.
+
+    The agent ends with the actor's process.
+    """
 
     def __init__(self, workers: int) -> None:
         import ray
@@ -205,49 +208,52 @@ class RayNodes:
             "scheduling_strategy": "SPREAD",
             "get_if_exists": True,
         }
-        self._actors: dict[int, Any] = {}
-        self._asked: dict[int, Any] = {}  # by number, the pending call that returns an actor's address
-        self._found: dict[int, AgentAddress] = {}
-        self._asked_at = -_ASK_S
+        self._actors: dict[int, Any] = {}  # by number, 0 … most - 1
+        self._address_calls: dict[int, Any] = {}  # by number of the actor, the pending call that returns its address
+        self._known: dict[int, AgentAddress] = {}  # by number of the actor
+        self._last_asked_s = -_ASK_S  # time at which the actors were last asked
 
     def addresses(self) -> list[AgentAddress]:
-        """Return the known agents, and ask Ray for others every two seconds."""
-        if time.monotonic() - self._asked_at >= _ASK_S:
-            self._asked_at = time.monotonic()
-            self._ask()
-        return [self._found[number] for number in sorted(self._found)]
+        """Return the addresses of the running agents.
 
-    def _ask(self) -> None:
-        """Read the addresses from actors, replace those that died, and ask all again."""
-        for number, asked in list(self._asked.items()):
-            if self._ray.wait([asked], timeout=0)[0]:
-                del self._asked[number]
+        Every two seconds, update them first.
+        """
+        if time.monotonic() - self._last_asked_s >= _ASK_S:
+            self._last_asked_s = time.monotonic()
+            self._update_addresses()
+        return [self._known[number] for number in sorted(self._known)]
+
+    def _update_addresses(self) -> None:
+        """Read the answers of actors, replace actors that died, and ask all again for their addresses."""
+        for number, call in list(self._address_calls.items()):
+            finished_calls, _ = self._ray.wait([call], timeout=0)
+            if finished_calls:
+                del self._address_calls[number]
                 try:
-                    self._found[number] = AgentAddress.of(*self._ray.get(asked))
+                    self._known[number] = AgentAddress.of(*self._ray.get(call))
                 except self._ray.exceptions.RayError as error:
                     log.warning("node %d of Ray is lost: %s", number, str(error).splitlines()[0])
-                    self._found.pop(number, None)
+                    self._known.pop(number, None)
                     del self._actors[number]
         for number in range(self._most):
             if number not in self._actors:
                 name = f"savable_pipeline node {number} with {self._workers}"
-                self._actors[number] = (
-                    self._ray.remote(NodeAgent).options(name=name, **self._options).remote(self._workers)
-                )
-            if number not in self._asked:
-                self._asked[number] = self._actors[number].address_and_key.remote()
+                actor = self._ray.remote(NodeAgent).options(name=name, **self._options)
+                self._actors[number] = actor.remote(self._workers)
+            if number not in self._address_calls:
+                self._address_calls[number] = self._actors[number].address_and_key.remote()
 
     def wait(self) -> None:
         """Wait for the least number of nodes, or raise `WorkerError` after a timeout."""
-        deadline = time.monotonic() + _FIRST_S
+        deadline = time.monotonic() + _MOST_START_S
         while len(self.addresses()) < self._least:
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"Ray provided {len(self._found)} of {self._least} nodes in {_FIRST_S:g} s. See `ray status` "
+                    f"Ray provided {len(self._known)} of {self._least} nodes in {_MOST_START_S:g} s. See `ray status` "
                     f"(num_cpus={self._workers}, resources={self._options['resources']})."
                 )
-            self._ray.wait([*self._asked.values()], timeout=_ASK_S / 4)
-            self._asked_at = -_ASK_S
+            self._ray.wait([*self._address_calls.values()], timeout=_ASK_S / 4)
+            self._last_asked_s = -_ASK_S
 
 
 def _connect() -> Any:

@@ -1,4 +1,4 @@
-"""`Link`: an authenticated TCP connection of a trainer and an agent.
+"""`Link`: an authenticated TCP connection between a trainer and an agent.
 
 It carries frames in order, each once:
 
@@ -6,16 +6,16 @@ It carries frames in order, each once:
     header    magic │ kind │ bytes of the head │ sequence number │ bytes of the body
               │ SHA-256 of the head │ AES-GMAC of the body │ HMAC-SHA256 of all this
 
-A link joins a trainer and an agent. Each direction of each connection has keys of its own. The header is verified
-before memory is allocated for the rest, so an attacker cannot choose its size. Head and body are verified before they
-are unpickled. The nonce of the GMAC is the sequence number. On a trusted network, bodies have no GMAC.
+Each direction of each connection has keys of its own. The header is verified before memory is allocated for the rest,
+so an attacker cannot choose the size. Head and body are verified before they are unpickled. The nonce of the GMAC is
+the sequence number. On a trusted network, bodies have no GMAC.
 
-The body is the memory of a batch's tensors. It is sent from where the worker wrote it. It is received into memory that
-is reused once the trainer has dropped the batch.
+The body is the memory of a batch's tensors. It is sent from where the worker wrote it, and received into memory that is
+reused once the trainer has dropped the batch.
 
-A frame that is not the next one ends the connection. A new connection, with other keys, replaces it.
+A frame with a wrong sequence number ends the connection. A new connection, with other keys, replaces it.
 
-The answer of a worker travels as the worker wrote it and is not unpickled on its way (`WrittenAnswer`):
+The answer of a worker is sent on as the worker wrote it, and only the trainer unpickles it (`WrittenAnswer`):
 
     head   number of the request │ bytes of each buffer, u64 … │ pickle        body   buffer │ padding to 64 │ buffer …
 
@@ -25,8 +25,8 @@ The handshake proves that both ends have the key, which is never sent:
     agent   ◀── 32 random bytes │ purpose │ session │ trusted network? │ proof of the transcript ── trainer
     agent   ── proof of the transcript ──▶ trainer
 
-The transcript is all bytes so far. It has random bytes of both sides, so a recorded handshake cannot be replayed. The
-proofs are HMAC-SHA256. Both sides derive the keys of each direction from the whole transcript, by HMAC-SHA512.
+The transcript is all bytes sent so far. It has random bytes of both sides, so a recorded handshake cannot be replayed.
+The proofs are HMAC-SHA256. Both sides derive the keys of each direction from the full transcript, by HMAC-SHA512.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ from savable_pipeline.run.transport.segments import ALIGN
 
 WIRE_MAGIC = b"SvP2"  # changes with the layout of frames and of the handshake
 HEADER = struct.Struct("<4sBxxxIQQ32s16s")
-CODE_BYTES = 16
-_GMAC_BYTES = 1 << 30  # in one call, because OpenSSL counts in 32 bits
+CODE_BYTES = 16  # size of an authentication code
+_GMAC_BYTES = 1 << 30  # most bytes in one call, because OpenSSL counts in 32 bits
 MOST_HEAD, MOST_BODY = 1 << 30, 1 << 36  # bytes; a longer frame is rejected
 _SMALL = 1 << 16  # bytes; a body up to this size does not reuse memory
-_FREE_BLOCKS = 8  # at most this many free blocks of memory are kept
-_MOST_VIEWS = 512  # that one system call sends
-_MOST_FRAMES = 16  # that one call of `receive` returns
+_FREE_BLOCKS = 8  # most free blocks of memory to store for reuse
+_MOST_VIEWS = 512  # most buffers that one system call sends
+_MOST_FRAMES = 16  # most frames that one call of `receive` returns
 _WAKE_BYTES = 1 << 20  # bytes of a large body that must arrive before the process is woken
 
 # Frames about a job: from the trainer to the session, and the answers.
 JOB, AGREED, REFUSED = 1, 2, 3
 # Frames about a worker: from the trainer to the session, and from the session to the trainer.
-BEGIN, REQUEST, CHECK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
-ANSWER, FAULT, CHECKED, STATUS, ENDED = 20, 21, 22, 23, 24
+START_WORKER, REQUEST, CHECK, STACK, KILL, END = 10, 11, 12, 13, 14, 15
+ANSWER, SHARD_ERROR, CHECKED, STATUS, ENDED = 20, 21, 22, 23, 24
 # A ping of the trainer, and the session's answer to it.
 PING, PONG = 30, 31
 # Between two ranks that share batches: a note, before the answer that it announces.
@@ -82,7 +82,7 @@ PEER = 40
 
 
 class WireError(ConnectionError):
-    """Error for a frame that is not the next one of its connection."""
+    """Error for a frame that is not the next one that the other side has sent."""
 
 
 class Secret(NamedTuple):
@@ -91,8 +91,8 @@ class Secret(NamedTuple):
     The first half authenticates headers, the second half bodies, unless the network is `trusted`.
     """
 
-    sends: bytes
-    receives: bytes
+    send_key: bytes
+    receive_key: bytes
     trusted: bool = False
 
 
@@ -107,7 +107,7 @@ class Frame(NamedTuple):
 class ReusedMemory:
     """Memory for the bodies of frames, reused once nothing views it any more.
 
-    Its pages are private, so a forked child keeps what it views.
+    Its pages are private, so what a forked child views does not change.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ReusedMemory:
     def allocate(self, size: int, viewed: list[int]) -> memoryview:
         """Return `size` writable bytes.
 
-        `viewed[0]` counts the blocks of a connection that are viewed. It counts this one until nothing views it.
+        `viewed[0]` is the connection's number of blocks in use. It includes this one as long as something views it.
         """
         if size <= _SMALL:
             return memoryview(bytearray(size))
@@ -126,15 +126,15 @@ class ReusedMemory:
             block = mmap.mmap(-1, -(-size // _SMALL) * _SMALL, flags=flags)
         else:
             self._free.remove(block)
-        whole = np.frombuffer(block, np.uint8)
+        full_transcript = np.frombuffer(block, np.uint8)
         viewed[0] += 1
 
         def free(block: mmap.mmap = block) -> None:
             viewed[0] -= 1
             self._free.append(block)
 
-        weakref.finalize(whole, free).atexit = False
-        return memoryview(whole)[:size]  # type: ignore[arg-type]
+        weakref.finalize(full_transcript, free).atexit = False
+        return memoryview(full_transcript)[:size]  # type: ignore[arg-type]
 
 
 class Link:
@@ -149,16 +149,16 @@ class Link:
         self._socket = end
         self._secret = secret
         self._memory = memory or ReusedMemory()
-        self.viewed = [0]  # blocks of memory that are viewed in this process
-        self.heard = True  # whether anything arrived since the last ping
-        self.silent = 0  # unanswered pings in a row
+        self.viewed = [0]  # number of blocks of memory that this process views
+        self.has_heard = True  # whether anything arrived since the last ping
+        self.unanswered_pings = 0  # unanswered pings in a row
         self._sent = self._received = 0  # numbers of frames
         self._unsent: deque[memoryview] = deque()
-        self._arrived: list[Frame] = []
+        self._arrived_frames: list[Frame] = []  # complete frames that `receive` has not returned yet
         self._failure: Exception | None = None  # why nothing more can arrive
         self._parser = self._parse()
-        self._target = memoryview(b"")  # memory for the next bytes
-        self._wakes_at = 1  # bytes that must arrive before `poll` returns
+        self._unfilled = memoryview(b"")  # the memory that the parser wants to be filled next
+        self._wake_bytes = 1  # bytes that must arrive before the system's `poll` returns
         close_in_children(self)
 
     def fileno(self) -> int:
@@ -173,7 +173,7 @@ class Link:
     def send(self, kind: int, head: Buffer = b"", body: Sequence[Buffer] = ()) -> None:
         """Send a frame, or queue what does not fit into the socket for `flush`."""
         views = [memoryview(each).cast("B") for each in body if len(each)]
-        key, number = self._secret.sends, self._sent
+        key, number = self._secret.send_key, self._sent
         codes = hashlib.sha256(head).digest(), self._body_code(key, number, views)
         header = HEADER.pack(WIRE_MAGIC, kind, len(head), number, sum(map(len, views)), *codes)
         self._sent += 1
@@ -202,27 +202,27 @@ class Link:
     def receive(self) -> list[Frame]:
         """Return the frames that have arrived. Raises EOFError once nothing more can."""
         try:
-            while self._failure is None and len(self._arrived) < _MOST_FRAMES:
-                while not self._target:
-                    self._target = next(self._parser)
-                count = self._socket.recv_into(self._target)
+            while self._failure is None and len(self._arrived_frames) < _MOST_FRAMES:
+                while not self._unfilled:
+                    self._unfilled = next(self._parser)
+                count = self._socket.recv_into(self._unfilled)
                 if not count:
                     raise EOFError("the other side closed the connection")
-                self.heard = True
-                self._target = self._target[count:]
+                self.has_heard = True
+                self._unfilled = self._unfilled[count:]
         except BlockingIOError:
-            self._wake_at(min(len(self._target), _WAKE_BYTES))
+            self._wake_at(min(len(self._unfilled), _WAKE_BYTES))
         except StopIteration:
             self._failure = WireError("the program was interrupted during a message")
         except (EOFError, OSError) as error:
             self._failure = error
-        if self._failure is not None and not self._arrived:
+        if self._failure is not None and not self._arrived_frames:
             raise self._failure
-        found, self._arrived = self._arrived, []
-        return found
+        frames, self._arrived_frames = self._arrived_frames, []
+        return frames
 
     def poll(self, handle: Callable[[Frame], object]) -> str:
-        """Send queued frames and handle those that have arrived.
+        """Send queued frames, and call `handle` with each that has arrived.
 
         Returns why the connection is lost, or "".
         """
@@ -235,17 +235,17 @@ class Link:
         return ""
 
     def _wake_at(self, size: int) -> None:
-        """Have the system's `poll` return only once at least `size` bytes have arrived.
+        """Let the system's `poll` return only once at least `size` bytes have arrived.
 
         Otherwise it would return for each of the many small pieces of a large body.
         """
-        if size != self._wakes_at and hasattr(socket, "SO_RCVLOWAT"):
-            self._wakes_at = size
+        if size != self._wake_bytes and hasattr(socket, "SO_RCVLOWAT"):
+            self._wake_bytes = size
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _parse(self) -> Iterator[memoryview]:
-        """Yield memory to fill with header, head and body in turn, and append each complete frame."""
-        header, key = memoryview(bytearray(HEADER.size + CODE_BYTES)), self._secret.receives
+        """Yield the memory to fill with the header, the head and the body of each frame, and append complete frames."""
+        header, key = memoryview(bytearray(HEADER.size + CODE_BYTES)), self._secret.receive_key
         while True:
             yield header
             magic, kind, head_bytes, number, body_bytes, head_hash, body_code = HEADER.unpack_from(header)
@@ -265,7 +265,7 @@ class Link:
             if not hmac.compare_digest(self._body_code(key, number, [body]), body_code):
                 raise WireError(f"the body of message {number} was changed in transit")
             self._received += 1
-            self._arrived.append(Frame(kind, head, body))
+            self._arrived_frames.append(Frame(kind, head, body))
             del body, head  # a view from here would keep the frame's memory in use
 
     def _body_code(self, key: bytes, number: int, body: Sequence[memoryview]) -> bytes:
@@ -288,12 +288,12 @@ class Link:
         """
         self.send(kind, head)
         deadline = time.monotonic() + seconds
-        while not (found := self.receive()):
+        while not (frames := self.receive()):
             (poll := select.poll()).register(self._socket, self.events)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError(f"no answer in {seconds:g} s")
             self.flush()
-        return found[0]
+        return frames[0]
 
     def close(self) -> None:
         """Close the socket."""
@@ -319,7 +319,8 @@ def header_code(key: bytes, header: Buffer) -> bytes:
 def enable_keepalive(end: socket.socket) -> None:
     """Send small messages at once, and let the system probe a silent machine.
 
-    The system answers for a process that is suspended or busy. So only a lost machine or network ends the connection.
+    The other system answers the probes, even if its process is suspended or busy. So only a lost machine or network
+    ends the connection.
     """
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -328,14 +329,14 @@ def enable_keepalive(end: socket.socket) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-_NUMBERS = struct.Struct("<QI")
+_NUMBERS = struct.Struct("<QI")  # number of the request, and of the buffers
 _PADDING = bytes(ALIGN)
 
 
 class WrittenAnswer(NamedTuple):
     """Answer as a worker wrote it.
 
-    The buffers view its shared memory, which is free again when they are gone.
+    The buffers view the worker's shared memory, which is free again when they are no longer used.
     """
 
     pickled: Buffer
@@ -352,19 +353,19 @@ class WrittenAnswer(NamedTuple):
 
 
 class WrittenAnswerReader(AnswerReader):
-    """Reads answers of a worker as it wrote them, and unpickles only the first one."""
+    """Reads answers as a worker wrote them, and unpickles only its first message."""
 
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
         """Return the number of the request, and its `WrittenAnswer`."""
-        number, inline, written = pickle.loads(message)
-        if written is not None:
-            *buffers, pickled = self.view(written, descriptors)
+        number, small_answer, location = pickle.loads(message)
+        if location is not None:
+            *buffers, pickled = self.view(location, descriptors)
             return number, WrittenAnswer(pickled, buffers)
-        return number, batch_pickle.loads(*inline) if number == STARTED else WrittenAnswer(*inline)
+        return number, batch_pickle.loads(*small_answer) if number == STARTED else WrittenAnswer(*small_answer)
 
 
 def read_answer(frame: Frame) -> tuple[int, WorkerAnswer]:
-    """Return the number of the request and the answer that a frame has.
+    """Return the number of the request and the answer in a frame.
 
     Raises `WireError` if the lengths in the head do not fit the frame.
     """
@@ -384,17 +385,17 @@ def read_answer(frame: Frame) -> tuple[int, WorkerAnswer]:
 FOR_SESSION, FOR_WORKER, FOR_PEER = 1, 2, 3
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
-_WANTED = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
+_REQUEST = struct.Struct(f"<{_RANDOM_BYTES}sB16s?")
 HELLO_BYTES = len(WIRE_MAGIC) + _RANDOM_BYTES
-REPLY_BYTES = _WANTED.size + _PROOF_BYTES
+REPLY_BYTES = _REQUEST.size + _PROOF_BYTES
 _MIN_KEY_BYTES = 16
 
 
-class Wanted(NamedTuple):
+class LinkRequest(NamedTuple):
     """Request of a trainer for a connection."""
 
-    purpose: int
-    session: bytes  # 16 random bytes that connect all connections of a session
+    purpose: int  # `FOR_SESSION`, `FOR_WORKER` or `FOR_PEER`
+    session: bytes  # 16 random bytes, the same for all connections of a session; for a peer, its index
     trusted: bool  # whether nobody else can change the traffic, so that bodies need no authentication code
 
 
@@ -434,34 +435,36 @@ def new_hello() -> bytes:
     return WIRE_MAGIC + os.urandom(_RANDOM_BYTES)
 
 
-def check_reply(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, Wanted, Secret] | None:
-    """Return the agent's proof, the request, and the secret of the connection.
+def check_reply(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, LinkRequest, Secret] | None:
+    """Return the agent's proof, the trainer's request, and the connection's secret.
 
-    The result is None if `reply` does not prove the key.
+    `hello` is the agent's first message, and `reply` the answer to it. The result is None if `reply` does not prove
+    that the trainer has the key.
     """
-    transcript = hello + reply[: _WANTED.size]
-    if not hmac.compare_digest(_proof(key, b"trainer", transcript), reply[_WANTED.size :]):
+    transcript = hello + reply[: _REQUEST.size]
+    if not hmac.compare_digest(_proof(key, b"trainer", transcript), reply[_REQUEST.size :]):
         return None
-    _, *wanted = _WANTED.unpack_from(reply)
-    whole, request = hello + reply, Wanted(*wanted)
-    secret = Secret(_keys(key, b"to trainer", whole), _keys(key, b"to agent", whole), request.trusted)
-    return _proof(key, b"agent", whole), request, secret
+    _, *fields = _REQUEST.unpack_from(reply)
+    full_transcript, request = hello + reply, LinkRequest(*fields)
+    to_trainer, to_agent = _keys(key, b"to trainer", full_transcript), _keys(key, b"to agent", full_transcript)
+    secret = Secret(to_trainer, to_agent, request.trusted)
+    return _proof(key, b"agent", full_transcript), request, secret
 
 
-def greet(end: socket.socket, key: bytes, wanted: Wanted) -> Secret:
+def greet(end: socket.socket, key: bytes, request: LinkRequest) -> Secret:
     """Do the trainer's part of the handshake, and return the connection's secret.
 
-    This waits for the timeout of the socket. Raises ConnectionError if the other side has another key.
+    Each read waits up to the timeout of the socket. Raises ConnectionError if the other side has another key.
     """
     hello = read_exactly(end, HELLO_BYTES)
     if hello[: len(WIRE_MAGIC)] != WIRE_MAGIC:
         raise ConnectionError("no agent of this version answers. Check the port and the version.")
-    transcript = hello + _WANTED.pack(os.urandom(_RANDOM_BYTES), *wanted)
-    whole = transcript + _proof(key, b"trainer", transcript)
-    end.sendall(whole[len(hello) :])
-    if not hmac.compare_digest(_proof(key, b"agent", whole), read_exactly(end, _PROOF_BYTES)):
+    transcript = hello + _REQUEST.pack(os.urandom(_RANDOM_BYTES), *request)
+    full_transcript = transcript + _proof(key, b"trainer", transcript)
+    end.sendall(full_transcript[len(hello) :])
+    if not hmac.compare_digest(_proof(key, b"agent", full_transcript), read_exactly(end, _PROOF_BYTES)):
         raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
-    return Secret(_keys(key, b"to agent", whole), _keys(key, b"to trainer", whole), wanted.trusted)
+    return Secret(_keys(key, b"to agent", full_transcript), _keys(key, b"to trainer", full_transcript), request.trusted)
 
 
 def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
@@ -475,11 +478,11 @@ def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
 
 
 def read_exactly(end: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes. Each read waits for the timeout of the socket."""
-    found = b""
-    while len(found) < size:
-        more = end.recv(size - len(found))
+    """Return the next `size` bytes. Each read waits up to the timeout of the socket."""
+    received = b""
+    while len(received) < size:
+        more = end.recv(size - len(received))
         if not more:
             raise ConnectionError("it closed the connection. Use the same --key-file and version on both sides.")
-        found += more
-    return found
+        received += more
+    return received

@@ -1,15 +1,17 @@
 """`meet`: how ranks that share batches find and authenticate each other.
 
-    each peer          listens on a Unix socket, and writes its address into the store of torch.distributed
-                       connects to the first peer before it that it reaches: they share a machine
-    first of a machine connects to the first rank by TCP, as to an agent of `savable serve`
+These ranks are called peers.
+
+    each peer              listens on a Unix socket, and writes its address into the store of torch.distributed;
+                           connects to the first of the earlier ranks that it reaches by Unix socket, on its machine
+    first on its machine   connects to the first rank by TCP, as to an agent of `savable serve`
 
     rank 0 ──┬── Unix ──▶ rank 1
              ├── Unix ──▶ rank 2
              └── TCP ───▶ rank 4 ──── Unix ──▶ rank 5
 
-The first rank writes a secret into the store. Each connection proves it (nodes/wire.py), and a Unix socket also
-shows that both processes are of one user. Nothing waits longer than the loader's `timeout`.
+The first rank writes a secret into the store. Both ends of each connection prove that they have it (nodes/wire.py), and
+a Unix socket also shows that both processes are of one user. Nothing waits longer than the loader's `timeout`.
 """
 
 from __future__ import annotations
@@ -30,18 +32,17 @@ from savable_pipeline.run.peers.peer import LinkChannel, Peer
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import ALIGN
 
-IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank
-_STORE_POLL_S = 0.02  # interval at which the store is read, and between two looks at a listener
-# the advice of errors
-_FIRST = "Order the ranks of all sharing groups alike."
-_IN_ORDER = "Create and iterate the same loaders in the same order on each of these ranks."
-_REACH = "Set MASTER_ADDR to an address of a network that both machines share."
+IS_LINUX = sys.platform == "linux"  # on other systems, each peer gets copies from the first rank by TCP
+_STORE_POLL_S = 0.02  # interval at which the store and listening sockets are read
+_ORDER_ADVICE = "Order the ranks of all sharing groups alike."
+_LOADERS_ADVICE = "Create and iterate the same loaders in the same order on each of these ranks."
+_ADDRESS_ADVICE = "Set MASTER_ADDR to an address of a network that both machines share."
 
 
 class Sharing(NamedTuple):
-    """Peers of a sharing group, as seen from this process.
+    """Sharing group of this process: the peers, which get the same batches.
 
-    `number` is the index of this process among them. `ranks` are their global ranks, for messages. They find each other
+    `number` is the index of this process in the group. `ranks` are the global ranks of all peers. They find each other
     through `store`, the store of torch.distributed.
     """
 
@@ -51,10 +52,10 @@ class Sharing(NamedTuple):
 
 
 def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any) -> Sharing | None:
-    """Return the sharing group with these global ranks, or None for one process.
+    """Return the sharing group with these global ranks, or None for a single process.
 
     `data_ranks` are the global ranks of this process's data group, and `store` is shared by all processes. Raises
-    ValueError for too many peers, and unless all processes or none of the data group are the first of their sharing
+    ValueError for too many peers, or if some but not all processes of the data group are the first of their sharing
     groups. No process waits for another.
     """
     import torch.distributed as dist
@@ -62,16 +63,18 @@ def find_sharing(ranks: tuple[int, ...], data_ranks: tuple[int, ...], store: Any
     if len(ranks) > ALIGN:
         raise ValueError(f"{len(ranks)} ranks cannot share batches. Share among at most {ALIGN}.")
     own = dist.get_rank()
-    found = Sharing(ranks.index(own), ranks, store)
-    found.store.set(f"savable_pipeline/peers/first {own}", role := str(found.number == 0))
+    sharing = Sharing(ranks.index(own), ranks, store)
+    is_first = str(sharing.number == 0)
+    store.set(f"savable_pipeline/peers/first {own}", is_first)
     for rank in data_ranks:
-        if found.store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", role):
-            raise ValueError(f"ranks {own} and {rank} have one data group, but one alone is a first peer. {_FIRST}")
-    return found if len(ranks) > 1 else None
+        if store.compare_set(f"savable_pipeline/peers/first {rank}", "", "").decode() not in ("", is_first):
+            pair = f"ranks {own} and {rank}"
+            raise ValueError(f"{pair} have one data group, but one alone is a first peer. {_ORDER_ADVICE}")
+    return sharing if len(ranks) > 1 else None
 
 
 def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
-    """Return the peer from which this process gets batches, and those that it serves.
+    """Return the peer that passes batches to this process, and those that it serves.
 
     The first result is None on the first rank. Raises `WorkerError` if a peer does not come in time, and `SavableError`
     if the peers cannot share.
@@ -80,7 +83,7 @@ def meet(sharing: Sharing, timeout: float) -> tuple[Peer | None, list[Peer]]:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket() as public:
         try:
             return meeting.connect(listener, public)
-        # The error is passed on before the sockets close. Otherwise the others would only report closed sockets.
+        # Pass the error on before the sockets close. Otherwise the other peers would only report closed sockets.
         except SavableError as error:
             meeting.write("failed", str(error))
             for peer in meeting.accepted.values():
@@ -95,8 +98,8 @@ class _Meeting:
         self._store, self._ranks, self._index = sharing.store, sharing.ranks, sharing.number
         # The first rank waits for all others and can name a missing one, so the others wait longer than it.
         self._timeout = timeout * 1.1 if self._index else timeout
-        self.accepted = dict[int, Peer]()  # by index
-        self._until = time.monotonic() + self._timeout
+        self.accepted = dict[int, Peer]()  # peers that connected to this process, by index
+        self._deadline = time.monotonic() + self._timeout
         group = f"savable_pipeline/peers/{'-'.join(map(str, sharing.ranks))}"
         self._key = f"{group}/{sharing.store.add(f'{group} of {sharing.number}', 1)}"
 
@@ -118,15 +121,15 @@ class _Meeting:
         """
         if self._store.check([f"{self._key}/failed"]):
             raise SavableError(self._read("failed", 0))
-        if (seconds := self._until - time.monotonic()) > 0:
+        if (seconds := self._deadline - time.monotonic()) > 0:
             return seconds
         own, names = self._ranks[self._index], ", ".join(str(self._ranks[index]) for index in missing)
-        raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_IN_ORDER}")
+        raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_LOADERS_ADVICE}")
 
     def connect(self, listener: socket.socket, public: socket.socket) -> tuple[Peer | None, list[Peer]]:
-        """Connect, and return the result of `meet`.
+        """Connect to the other peers, and return the result of `meet`.
 
-        `listener` is for peers of this machine, `public` for those of other machines.
+        `listener` is the socket for peers of this machine, `public` that for peers of other machines.
         """
         if IS_LINUX:  # such an address leaves nothing in the file system, even after SIGKILL
             listener.bind(b"\0savable_pipeline " + os.urandom(16).hex().encode())
@@ -156,17 +159,17 @@ class _Meeting:
         with contextlib.suppress(OSError):
             if end is not None:
                 end.settimeout(self._remaining_s([index]))
-                wanted = wire.Wanted(wire.FOR_PEER, self._index.to_bytes(16, "little"), False)
+                wanted = wire.LinkRequest(wire.FOR_PEER, self._index.to_bytes(16, "little"), False)
                 return self._peer(end, index, wire.greet(end, self._read("secret", 0), wanted), self._index)
         self._remaining_s([index])
-        raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_REACH}")
+        raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_ADDRESS_ADVICE}")
 
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
-        """Accept these peers. Others, which cannot prove the secret, are rejected."""
+        """Accept connections until these peers have connected. Reject processes that cannot prove the secret."""
         while missing := expected - self.accepted.keys():
             listener.settimeout(min(self._remaining_s(missing), _STORE_POLL_S))
-            with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
-                end = refused.enter_context(listener.accept()[0])
+            with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
+                end = cleanup.enter_context(listener.accept()[0])
                 end.settimeout(3.0)
                 end.sendall(hello := wire.new_hello())
                 if proved := wire.check_reply(self._read("secret", 0), hello, wire.read_exactly(end, wire.REPLY_BYTES)):
@@ -174,28 +177,28 @@ class _Meeting:
                     end.sendall(proof)
                     index = int.from_bytes(wanted.session, "little")
                     self.accepted[index] = self._peer(end, index, secret, index)
-                    refused.pop_all()
+                    cleanup.pop_all()
 
     def _peer(self, end: socket.socket, index: int, secret: wire.Secret, flag: int) -> Peer:
-        """Return the peer at the other end.
+        """Return the peer at the other end of an authenticated connection.
 
-        Raises `SavableError` for another user, or without means to authenticate.
+        Raises `SavableError` if it is a process of another user, or if batches cannot be authenticated.
         """
         ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
         if end.family == socket.AF_UNIX:
             _process, user, _group = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.geteuid():
                 raise SavableError(f"{ranks} share batches as users {os.geteuid()} and {user}. Start them as one user.")
-            return Peer(self._ranks[index], flag, Channel(end, waits=False))
+            return Peer(self._ranks[index], flag, Channel(end, blocking=False))
         if not wire.can_authenticate_bodies():
             raise SavableError(f"{ranks} share batches between machines. Run pip install cryptography on both.")
         return Peer(self._ranks[index], flag, LinkChannel(wire.Link(end, secret)))
 
 
 def reach(family: int, address: Any) -> socket.socket | None:
-    """Return a socket that is connected to a peer, or None if it cannot be reached.
+    """Return a socket connected to this address, or None if that is impossible.
 
-    The Unix socket of another machine cannot be reached.
+    The Unix socket of a process on another machine cannot be reached.
     """
     if (end := socket.socket(family)).connect_ex(address) == 0:
         return end

@@ -1,4 +1,4 @@
-"""`Peer`, another process of a sharing group, and the messages to and from it.
+"""`Peer`: another process with which this one shares batches, and their messages.
 
     worker ── message, descriptor ──▶ first rank ── ("answer", …), the message, the descriptor ──▶ peer, peer, …
                                                  ◀── ("taken",) ──
@@ -8,8 +8,8 @@
     in both directions             ("alive",)   ("failed", text)   ("closes",)
 
 A batch is not copied: all processes of a machine map its segment privately, with a flag for each (segments.py). They
-get one message, which is pickled once. The descriptor of a segment is passed on with its first batch. A batch that no
-worker wrote to a segment, such as one built in process, is written by the first rank, which then reads it like the
+get the same message, which is pickled once. The descriptor of a segment is passed on with its first batch. A batch that
+is in no segment, because no worker process built it, is written to one by the first rank, which then reads it like the
 others. A peer on another machine gets the bytes of the batch, in frames of nodes/wire.py. A thread sends them while
 this process trains.
 """
@@ -40,14 +40,14 @@ from savable_pipeline.run.nodes import wire
 from savable_pipeline.run.transport.channel import Channel
 from savable_pipeline.run.transport.segments import SegmentReader
 
-Note: TypeAlias = tuple[Any, ...]
+Note: TypeAlias = tuple[Any, ...]  # its name and values, as in the drawing
 
 LOST, CLOSED = "ended", "closed its loader"  # how a peer has ended, for messages
-END_S = 5.0  # seconds to send the last messages
+END_S = 5.0  # time to send the last messages
 
 
 def pickled(note: Note, message: bytes = b"") -> bytes:
-    """Return a note, with the message of its answer, as a pickle."""
+    """Return a note and, for an "answer", the message with the answer, as a pickle."""
     return pickle.dumps((note, message), protocol=5)
 
 
@@ -84,24 +84,24 @@ class LinkChannel:
 
 
 class Peer:
-    """A process of the group.
+    """Another process of the sharing group.
 
-    `rank` is its global rank, for messages. `flag` is the index of the receiver's flag in segments: that of the peer if
-    it gets batches from this process, else that of this process.
+    `rank` is its global rank, for messages. `flag` is the index of the receiver's flag in segments. The receiver is the
+    peer if it gets batches from this process, and else this process.
     """
 
     def __init__(self, rank: int, flag: int, channel: Channel | LinkChannel) -> None:
         self.rank, self.flag, self._channel = rank, flag, channel
         self.fileno, self.close, self.is_local = channel.fileno, channel.close, isinstance(channel, Channel)
-        self.inbox = deque[tuple[Note, bytes, list[int]]]()  # notes with answers that are not taken yet
+        self.inbox = deque[tuple[Note, bytes, list[int]]]()  # "answer" notes to read: note, message and descriptors
         self.reader = AnswerReader(SegmentReader(flag, private=True))
         # the number of answers that the peer has taken, the error that it raised, and the time of its last message
-        self.taken, self.failed, self.heard_s = 0, "", time.monotonic()
-        # whether something is unsent, whether its socket is closed, and how the peer ended
+        self.taken_count, self.error, self.last_heard_s = 0, "", time.monotonic()
+        # whether something is unsent, whether its socket is closed, and `LOST` or `CLOSED` once the peer has ended
         self.unsent, self.is_closed, self.end = False, False, ""
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a pickled note, unless the peer is gone."""
+        """Send a pickled note, unless the peer has ended."""
         if not self.end:
             with contextlib.suppress(OSError):  # `handle_messages` finds the reason
                 self._channel.send(message, descriptors)
@@ -119,16 +119,16 @@ class Peer:
                 note, message = pickle.loads(raw)
                 if note[0] == "answer":
                     self.inbox.append((note, message, descriptors))
-                self.taken += note[0] == "taken"
+                self.taken_count += note[0] == "taken"
                 self.end = CLOSED if note[0] == "closes" else self.end
-                self.failed = note[1] if note[0] == "failed" else self.failed
-            self.heard_s = time.monotonic()
+                self.error = note[1] if note[0] == "failed" else self.error
+            self.last_heard_s = time.monotonic()
         except (EOFError, OSError):
             self.is_closed, self.unsent, self.end = True, False, self.end or LOST
 
 
 class PassedSegments:
-    """Segments of all workers of a loader, numbered for the readers of a machine.
+    """Segments of all workers of a loader, numbered for the peers of this machine.
 
     `send_alive` sends the peers an alive message, and returns for how many seconds this process may then wait for
     workers.
@@ -136,11 +136,11 @@ class PassedSegments:
 
     def __init__(self, send_alive: Callable[[], float]) -> None:
         self._send_alive, self.readers, self.numbers = send_alive, weakref.WeakSet[SourceReader](), itertools.count()
-        # the descriptors by number of the segment, and the numbers of segments that the peers have mapped
-        self.descriptors, self.mapped = dict[int, int](), set[int]()
+        self.descriptors = dict[int, int]()  # by number of the segment
+        self.mapped = set[int]()  # numbers of the segments that the peers have mapped
 
     def open_host(self, open_host: Callable[[], Host]) -> Host:
-        """Return a host whose workers' answers can be passed on."""
+        """Open a host, and change it so that its workers' answers can be passed on."""
         wait = (host := open_host()).wait
         host.wait = lambda seconds: wait(min(seconds, self._send_alive()))  # type: ignore[method-assign]
         if isinstance(host, ProcessHost):
@@ -150,7 +150,7 @@ class PassedSegments:
     def close(self, numbers: dict[int, int]) -> None:
         """Close the descriptors of segments that no longer exist, and clear `numbers`.
 
-        `numbers` has our numbers of these segments, by their worker's.
+        `numbers` has the numbers of these segments here, by their numbers in the worker.
         """
         while numbers:
             _, number = numbers.popitem()
@@ -162,7 +162,7 @@ class SourceReader(AnswerReader):
 
     def __init__(self, sources: PassedSegments) -> None:
         super().__init__(SegmentReader(private=True))
-        # the numbers of the worker's segments among those of all workers, by the worker's own numbers
+        # by the number of a segment in the worker, its number in `sources`
         self._sources, self._numbers = sources, dict[int, int]()
         sources.readers.add(self)
         weakref.finalize(self, sources.close, self._numbers)
@@ -170,27 +170,28 @@ class SourceReader(AnswerReader):
     def read(self, message: bytes, descriptors: list[int]) -> tuple[int, Any]:
         """Return the number and the answer of a message.
 
-        A `Delivery` can be passed on by its `written`: a large one by its location in a segment, a small one as bytes.
+        A `Delivery` gets a function `pass_on(note, flags)`. It returns a message for the readers with these flags, and
+        descriptors to send with it. The message has a large answer by its location in a segment, a small one as bytes.
         """
         number, answer = super().read(message, descriptors)
-        written = vars(self).pop("_written", lambda note, flags: (pickled(note, message), []))
-        return number, replace(answer, written=written) if isinstance(answer, Delivery) else answer
+        pass_on = vars(self).pop("_pass_on", lambda note, flags: (pickled(note, message), []))
+        return number, replace(answer, pass_on=pass_on) if isinstance(answer, Delivery) else answer
 
-    def view(self, written: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
+    def view(self, location: tuple[Any, ...], descriptors: list[int]) -> list[memoryview]:
         """Return the buffers of an answer in shared memory, the pickle last."""
-        segment, _, dropped, spans = written
+        segment, _, dropped, spans = location
         self._sources.close({each: self._numbers.pop(each) for each in dropped})
         if descriptors:
             self._numbers[segment] = next(self._sources.numbers)
             self._sources.descriptors[self._numbers[segment]] = os.dup(descriptors[0])
-        before, views = self.segments.viewed, super().view(written, descriptors)
-        is_copied, number = self.segments.viewed == before, self._numbers[segment]
+        before, views = self.segments.viewed_batches, super().view(location, descriptors)
+        is_copied, number = self.segments.viewed_batches == before, self._numbers[segment]
 
         def pass_on(note: Note, flags: list[int]) -> tuple[bytes, list[int]]:
-            """Return message and descriptors for readers with these flags.
+            """Return the message and descriptors for readers with these flags.
 
-            Pass [] for readers on another machine.
-            The segment is in use as long as `views` exist, unless they are copies because too many batches were viewed.
+            `flags` is [] for readers on other machines. The segment stays in use, because this function holds `views`.
+            If these are copies, because too many batches were viewed, the message has the bytes instead.
             """
             if is_copied or not flags:
                 *buffers, batch = map(bytearray, views)
@@ -203,5 +204,5 @@ class SourceReader(AnswerReader):
             self._sources.mapped = mapped - dropped | {number}
             return pickled(note, pickle.dumps((1, None, (number, bool(new), dropped, spans)), protocol=5)), new
 
-        self._written = pass_on
+        self._pass_on = pass_on
         return views

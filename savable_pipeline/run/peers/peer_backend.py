@@ -6,12 +6,12 @@ The first rank builds them by a backend of its own:
                             │ answers, votes and errors, in the order of its calls
     other ranks   Run ──▶ PeerBackend
 
-The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer names the request, with a hash of
-the lane's state before it, so a rank detects that it has made another request. After a start, all ranks compare the
-bytes of the first batch.
+The first rank is at most `prefetch` answers ahead of the slowest peer. Each answer names its request, with a hash of
+the lane's state before it. So a rank notices if it has made another request than the first rank. After a start, all
+ranks compare the bytes of the first batch.
 
-If a peer ends, or sends no alive message for `timeout` seconds while another rank waits for it, all ranks raise an
-error that names it. A rank sends alive messages while it waits in `next`, for a peer or for its own workers.
+If a peer ends, or sends no message for `timeout` seconds while another rank waits for it, all ranks raise an error that
+names it. While a rank itself waits in `next`, for a peer or for its workers, it sends alive messages.
 """
 
 from __future__ import annotations
@@ -36,22 +36,27 @@ from savable_pipeline.run.peers.peer import END_S, LOST, Note, PassedSegments, P
 from savable_pipeline.stages.batch_difference import digest
 
 _ALIVE_PER_TIMEOUT = 8  # number of alive messages within a timeout
-# the advice of errors
-_HANGS = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
-_SAVE = "The state of the last batch is intact: save it, and restart the ranks."
-_VERSIONS = "Install the same versions of Python, torch and NumPy for all ranks."
-_ALIKE = "Load, skip and take batches alike on each of them."
+_HANG_ADVICE = "Look for a rank that hangs, save the state of the last batch, and restart the ranks."
+_SAVE_ADVICE = "The state of the last batch is intact: save it, and restart the ranks."
+_VERSION_ADVICE = "Install the same versions of Python, torch and NumPy for all ranks."
+_STEPS_ADVICE = "Load, skip and take batches alike on each of them."
 
 
 class PeerBackend:
-    """Answers on each rank as the backend of the first one does.
+    """Backend that yields, on each rank, the answers of the first rank's backend.
 
-    The backend that `builder` returns for a host builds the batches in the first rank, and is idle in the others. The
-    ranks meet at the first request.
+    `builder` returns a backend for a host. It builds the batches in the first rank, and is idle in the others. The
+    ranks connect to each other at the first request.
     """
 
-    # the builder's own attribute
-    fault = property(lambda self: self._builder.fault, lambda self, fault: setattr(self._builder, "fault", fault))
+    @property
+    def shard_error(self) -> str:
+        """The error of the backend that builds the batches, see `Backend.shard_error`."""
+        return self._builder.shard_error
+
+    @shard_error.setter
+    def shard_error(self, message: str) -> None:
+        self._builder.shard_error = message
 
     def __init__(self, sharing: Sharing, workers: Workers, host: Any, builder: Callable[[Any], Backend]) -> None:
         self._rank, self._timeout, self._prefetch = sharing.ranks[sharing.number], workers.timeout, workers.prefetch
@@ -59,44 +64,48 @@ class PeerBackend:
         self._builder = own = builder(partial(self._sources.open_host, host))
         self.open, self.start, self.numbers = own.open, own.start, own.numbers
         self._meet, self.verify_delivered = partial(meet, sharing, workers.timeout), own.verify_delivered
-        # set once they have met: all peers, and those that get batches from here
+        # set once the ranks have met: all peers, and those that get batches from this one
         self._peers = self._readers = list[Peer]()
-        # states of lanes after their last answers; whether the next batch is compared
+        # states of lanes after their last answers, and whether the ranks compare the next batch
         self._states, self._compares = dict[int, bytes](), True
-        self._passed, self._failed = 0, ""  # number of answers, and the error that ended the group
+        self._passed_count, self._failed = 0, ""  # number of answers passed on, and the error that ended the group
 
     @property
     def capacity(self) -> int:
-        """Return the capacity of the builder, less the answers not taken by all peers.
+        """Return the builder's capacity, less the answers that some peer has not taken.
 
-        A single answer may be on its way to the peers and does not count. At least one batch per worker remains.
+        A single such answer does not count, because it may be on its way. The result is at least one per worker.
         """
-        behind = self._passed - min((reader.taken for reader in self._readers), default=self._passed)
+        behind = self._passed_count - min((reader.taken_count for reader in self._readers), default=self._passed_count)
         return (most := self._builder.capacity) and max(most // self._prefetch, most - behind * (behind > 1))
 
-    def request(self, lane: int, state: bytes, want: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
+    def request(self, lane: int, state: bytes, kind: RequestKind = "batch", facts: RunFacts = NO_FACTS) -> Any:
         """Request a batch from the builder, and return the ticket for `answer`."""
         self._states.setdefault(lane, state)
-        return lane, state, want, self._builder.request(lane, state, want, facts)
+        return lane, state, kind, self._builder.request(lane, state, kind, facts)
 
     def answer(self, ticket: Any) -> Delivery:
         """Wait for the answer of the first rank.
 
         Raises the error of the first rank, or `WorkerError` if ranks differ.
         """
-        lane, state, want, own = ticket
-        state = self._states[lane] if self.capacity else state  # workers are asked in advance
-        found = self._shared((want, lane, xxh3_64_intdigest(state)), partial(self._builder.answer, own))
-        self._states[lane] = found.state
-        return found
+        lane, state, kind, builder_ticket = ticket
+        state = self._states[lane] if self.capacity else state  # requests to workers are made with earlier states
+        key = (kind, lane, xxh3_64_intdigest(state))
+        delivery = self._share_result(key, partial(self._builder.answer, builder_ticket))
+        self._states[lane] = delivery.state
+        return delivery
 
     def agree(self, vote: Callable[[], int]) -> int:
-        """Return the number on which the first ranks of all sharing groups agreed."""
-        return int(self._shared(("vote",), vote).batch)
+        """Return the result of `vote` on the first rank of this group.
+
+        It votes with the first ranks of the other groups.
+        """
+        return int(self._share_result(("vote",), vote).batch)
 
     def check_shards(self) -> None:
-        """Have the builder check the shards. All ranks raise its error."""
-        self._shared(("check_shards",), self._builder.check_shards)
+        """Let the builder look for changed shards. All ranks raise its error."""
+        self._share_result(("check_shards",), self._builder.check_shards)
 
     def forget_requests(self) -> None:
         """Drop all requests."""
@@ -110,39 +119,43 @@ class PeerBackend:
         self._builder.stop()
 
     def close(self) -> None:
-        """Stop, and leave the group. Other ranks may still take what was passed to them."""
+        """Stop, and leave the group.
+
+        Wait up to 5 s for the other ranks to take the answers passed to them.
+        """
         self._builder.close()
         self.stop()
         for peer in self._peers:
             peer.send_note("closes")
         until = time.monotonic() + END_S  # wait, because a closed TCP connection may lose what has not arrived
-        while (seconds := until - time.monotonic()) > 0 and self._behind(self._passed):
+        while (seconds := until - time.monotonic()) > 0 and self._behind(self._passed_count):
             self._handle_messages(seconds)
         for peer in self._peers:
             peer.close()
         self._peers = []
 
-    def _shared(self, key: Note, build: Callable[[], Any]) -> Delivery:
-        """Build a result in the first rank, and return it on all ranks.
+    def _share_result(self, key: Note, build: Callable[[], Any]) -> Delivery:
+        """Return the result of `build` in the first rank, on all ranks.
 
-        All ranks must call this with equal keys in the same order, and raise the same error. The key of a batch has the
-        kind of the request, the lane, and a hash of the lane's state before the batch. A result other than a batch is
-        returned as the `batch` of a `Delivery`.
+        All ranks must call this with equal keys in the same order. If `build` raises, they all raise the error. The key
+        of a batch is the kind of the request, the lane, and a hash of the lane's state before the batch. A result other
+        than a batch is returned as the `batch` of a `Delivery`.
         """
         if not self._peers:
             self._upstream, self._readers = self._meet()
             self._peers = self._readers if self._upstream is None else [*self._readers, self._upstream]
-            self._passed, self._failed, self._sources.mapped = 0, "", set()  # the peers have mapped no segment
+            self._passed_count, self._failed, self._sources.mapped = 0, "", set()  # the peers have mapped no segment
             self._own, self._writer = SourceReader(self._sources), AnswerSender()
         self._handle_messages(0.0)
         self._check(self._readers)
         raised, other = None, key  # `other` is the key of the rank from which this one gets the answer
         compares = self._compares and key[0] == "batch"
         if (upstream := self._upstream) is not None:
-            # Before its vote, a first rank may wait for that of another group, which replaces a worker after a timeout.
+            # For a vote, the first rank waits for that of another group, which may replace a worker after a timeout.
             self._wait(lambda: [] if upstream.inbox else [upstream], timeouts=2 if key[0] == "vote" else 1)
             (_, other, compares), message, descriptors = upstream.inbox.popleft()
-            found: Any = upstream.reader.read(message, descriptors)[1]
+            found: Any
+            _, found = upstream.reader.read(message, descriptors)
             # A batch that the first rank requested before it skipped the slot answers a skip.
             if other[1:] != key[1:] or (other[0] != key[0] and (other[0], key[0]) != ("batch", "skip")):
                 self._fail(_difference(self._rank, key, upstream.rank, other))
@@ -161,28 +174,28 @@ class PeerBackend:
         if compares:  # the second answer shows that all ranks have equal batches
             self._compares = False
             for each in (digest(found.batch), "equal"):
-                self._shared(("digest", each), str)  # the result is "", because only the keys are compared
+                self._share_result(("digest", each), str)  # the result is "", because only the keys are compared
         return found  # type: ignore[no-any-return]
 
     def _pass_on(self, note: Note, found: Delivery) -> Delivery:
         """Pass an answer on to the readers, and return it for this process.
 
-        This waits until no reader is more than `prefetch` answers behind, or any for a digest.
+        This waits until no reader is more than `prefetch` answers behind. For a digest, it waits for all readers.
         """
-        if found.written is None:
+        if found.pass_on is None:
             _, found = self._own.read(*self._writer.message(1, found))
         flags = [reader.flag for reader in self._readers if reader.is_local and not reader.end]
-        passed = cache(lambda is_local: found.written(note, flags * is_local))
+        passed = cache(lambda is_local: found.pass_on(note, flags * is_local))
         for reader in self._readers:
             reader.send(*passed(reader.is_local))
-        self._passed += 1
-        behind = self._passed - (0 if note[1][0] == "digest" else self._prefetch)
+        self._passed_count += 1
+        behind = self._passed_count - (0 if note[1][0] == "digest" else self._prefetch)
         self._wait(lambda: self._behind(behind))
-        return replace(found, written=None)
+        return replace(found, pass_on=None)
 
     def _behind(self, answers: int) -> list[Peer]:
         """Return the readers that have taken fewer than `answers` answers, or have unsent messages."""
-        return [each for each in self._readers if each.unsent or (each.taken < answers and not each.end)]
+        return [each for each in self._readers if each.unsent or (each.taken_count < answers and not each.end)]
 
     def _wait(self, missing: Callable[[], list[Peer]], *, timeouts: int = 1) -> None:
         """Wait until `missing` returns no peers.
@@ -192,8 +205,9 @@ class PeerBackend:
         start, limit = time.monotonic(), self._timeout * timeouts
         while peers := missing():
             self._check(peers)
-            if silent := [peer.rank for peer in peers if time.monotonic() - max(start, peer.heard_s) > limit]:
-                self._fail(f"rank {self._rank} waited {limit:g} s for rank {', '.join(map(str, silent))}. {_HANGS}")
+            if silent := [peer.rank for peer in peers if time.monotonic() - max(start, peer.last_heard_s) > limit]:
+                ranks = ", ".join(map(str, silent))
+                self._fail(f"rank {self._rank} waited {limit:g} s for rank {ranks}. {_HANG_ADVICE}")
             self._handle_messages(self._send_alive())
 
     def _send_alive(self) -> float:
@@ -212,11 +226,11 @@ class PeerBackend:
 
         A peer that has closed its loader is an error only if it is among those `needed`.
         """
-        for failed in filter(None, [self._failed, *(peer.failed for peer in self._peers)]):
+        for failed in filter(None, [self._failed, *(peer.error for peer in self._peers)]):
             self._fail(failed)
         for peer in self._peers:
             if peer.end and not peer.inbox and (peer in needed or peer.end is LOST):
-                self._fail(f"rank {peer.rank} {peer.end}, which shares batches with rank {self._rank}. {_SAVE}")
+                self._fail(f"rank {peer.rank} {peer.end}, which shares batches with rank {self._rank}. {_SAVE_ADVICE}")
 
     def _handle_messages(self, seconds: float) -> None:
         """Handle messages that arrive within these seconds."""
@@ -237,7 +251,8 @@ class PeerBackend:
 
 
 def _difference(rank: int, key: Note, other_rank: int, other: Note) -> str:
-    """Return the error for two ranks with different requests."""
+    """Return the message for two ranks with different requests."""
     if key[0] == other[0] == "digest":
-        return f"the first batch of rank {rank} differs from that of rank {other_rank}. {_VERSIONS}"
-    return f"ranks {rank} and {other_rank} share batches, but not their steps: {key[:2]} and {other[:2]}. {_ALIKE}"
+        return f"the first batch of rank {rank} differs from that of rank {other_rank}. {_VERSION_ADVICE}"
+    steps = f"{key[:2]} and {other[:2]}"
+    return f"ranks {rank} and {other_rank} share batches, but not their steps: {steps}. {_STEPS_ADVICE}"

@@ -1,9 +1,9 @@
-"""`Fingerprint` of a run: the settings on which a loaded state must agree.
+"""`Fingerprint` of a run: its settings, which those of a loaded state must equal.
 
     pipeline ── settings() of each stage ──▶ fields, such as "web/TarShardReader.shuffle"
-    state ── its fingerprint ──▶ compare, field by field ──▶ the same, allowed, or an error with both values
+    state ── its fingerprint ──▶ compare, field by field ──▶ equal, allowed to differ, or an error with both values
 
-By a `SettingRule`, a stage permits that a field differs, alone or together with another field, or is added or removed.
+A stage's `SettingRule` may permit that a field differs, alone or together with another field, or is added or removed.
 Versions of libraries and the processor are in the environment. A difference there is only a warning. The fingerprint
 is compressed in a state. One that decompresses to over 64 MiB or a million objects is rejected before it is decoded.
 """
@@ -42,27 +42,27 @@ LIBRARIES = (  # libraries whose releases decide pixels, sound, tokens or the te
     "decord", "opencv-python", "opencv-python-headless", "imageio", "albumentations", "kornia", "soundfile", "librosa",
     "pyarrow", "pandas", "tokenizers", "transformers", "jinja2", "tiktoken", "sentencepiece",
 )  # fmt: skip
-_FIXED = {
+_FIXED = {  # rules of fields that may never differ, with the reason
     "lanes": SettingRule(fixed="the number of lanes is a setting of the run: pass the saved one"),
     "stages": SettingRule(fixed="a stage was added, removed or exchanged"),
 }
 _NO_RULE = SettingRule()
 _DATA_SETTINGS = {"shards", "joins"}  # settings whose difference names the address of the data
 _JOINING_HINT = 'new shards may join at the next epoch: allow={"shards"}'
-_OPTIONAL_FIELDS = ("joins", "exclude")  # many states lack these fields, but `allow` may always name them
+_OPTIONAL_FIELDS = ("joins", "exclude")  # `allow` may name these fields even if neither fingerprint has them
 _FIELD_TYPES: dict[str, Any] = {  # types of the fields that `compare` compares part by part
     "stages": list[str],
     "sources": list[str],
     "weights": dict[str, int],
 }
-_MAX_BYTES = 1 << 26  # of a fingerprint before it is compressed
+_MAX_BYTES = 1 << 26  # most bytes of a fingerprint before it is compressed
 
 
 class Fingerprint(msgspec.Struct):
     """Settings that change the data, by field, and versions of libraries.
 
-    `addresses` has the locations of the data, by field. A message shows one if its field differs. They are never
-    compared.
+    `addresses` has the locations of the data, by field. They are never compared, but shown in the message about a field
+    that differs.
     """
 
     fields: dict[str, Any]
@@ -73,9 +73,9 @@ class Fingerprint(msgspec.Struct):
 class PipelineFingerprint(Fingerprint):
     """Fingerprint of a pipeline that this process has built.
 
-    `shards` has all shards of each field for which a state has only a summary. `required` has the fields of the
-    library's own stages, which every state of such a run has. `rules` has the rules of the stages' fields, and of
-    fields that only a state may have. Field names in `rules` have no number ("#2").
+    `shards` has all shards of the fields for which a state has only a summary. `required` has the fields of the
+    library's own stages, which every state of such a run has. `rules` has the rules of fields, also of fields that only
+    a state may have. Field names in `rules` have no number, unlike "Encode.check#2".
     """
 
     shards: dict[str, ShardList] = {}
@@ -125,23 +125,22 @@ def are_of_one_run(left: bytes, right: bytes) -> bool:
     return (one.fields, one.environment) == (other.fields, other.environment)
 
 
-def pack_fingerprint(found: Fingerprint) -> bytes:
+def pack_fingerprint(unpacked: Fingerprint) -> bytes:
     """Return a fingerprint as compressed, checksummed bytes.
 
     Raises ValueError for settings that are too large to be read again.
     """
-    plain = msgspec.msgpack.encode(Fingerprint(found.fields, found.environment, found.addresses))
+    plain = msgspec.msgpack.encode(Fingerprint(unpacked.fields, unpacked.environment, unpacked.addresses))
     if len(plain) > _MAX_BYTES:
-        largest = max(found.fields, key=lambda name: len(msgspec.msgpack.encode(found.fields[name])))
+        largest = max(unpacked.fields, key=lambda name: len(msgspec.msgpack.encode(unpacked.fields[name])))
         raise ValueError(
             f"the settings of the pipeline have {human_bytes(len(plain))}, more than {human_bytes(_MAX_BYTES)}, most "
             f"of it {largest}. Replace the value by a hash or a name."
         )
     compressed = zlib.compress(plain, 6)
     if has_too_many(plain, len(compressed)):
-        raise ValueError(
-            "the settings of the pipeline have over a million values. Replace the longest by a hash or a name."
-        )
+        fix = "Replace the longest by a hash or a name."
+        raise ValueError(f"the settings of the pipeline have over a million values. {fix}")
     return pack_state(_Packed(compressed))
 
 
@@ -199,14 +198,14 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     for name in [name for name in differing if _only_warns(name, before, after, current)]:
         log.warning("%s: %s", name, _both_values(name, before, after, current))
         differing.remove(name)
-    refused = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
-    if refused:
+    rejected = [name for name in differing if not {name, _base(name), _rule(name, current).allowed_by} & allowed]
+    if rejected:
         lines = [
             f"  {name}: {_both_values(name, before, after, current)}{_locations(name, saved, current)}"
-            for name in refused
+            for name in rejected
         ]
-        may_differ = not any(_rule(name, current).fixed for name in refused)
-        hint = f"\nTo resume anyway, without exactness, pass allow={refused}." if may_differ else ""
+        may_differ = not any(_rule(name, current).fixed for name in rejected)
+        hint = f"\nTo resume anyway, without exactness, pass allow={rejected}." if may_differ else ""
         raise CheckpointMismatchError(
             "the state is of a run with other settings or data. Use the saved ones.\n" + "\n".join(lines) + hint
         )
@@ -223,15 +222,18 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
 
 
 def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:
+    """Return whether a field differs between the saved fields `before` and the current fields `after`."""
     return bool(before.get(name) != after.get(name) or (name in current.required and name not in before))
 
 
 def _only_warns(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:
+    """Return whether a field was only added or removed, and its rule asks for a warning then."""
     rule = _rule(name, current)
     return bool(rule.warns_if_added) and (name not in before or (name not in after and rule.warns_if_removed))
 
 
 def _rule(name: str, current: PipelineFingerprint) -> SettingRule:
+    """Return the rule of a field, or one that permits nothing."""
     return current.rules.get(name.partition("#")[0], _NO_RULE)
 
 
@@ -244,23 +246,27 @@ def _may_differ_with_another(name: str, differing: list[str], current: PipelineF
 def stage_field(stage: Stage, setting: str) -> str:
     """Return the name of this stage's setting in fingerprints, messages and `allow`.
 
-    Another stage of its kind in the same branch adds a number.
+    If a branch has two stages of one class, `_unique` adds a number to the second name.
     """
     rule = chunked(stage).setting_rules.get(setting, _NO_RULE)
     return _in_branch(stage.info.branch, rule.field or f"{type(stage).__qualname__}.{setting}")
 
 
 def _in_branch(branch: str, name: str) -> str:
+    """Return a name with the branch of a `Blend`, if there is one, before it."""
     return f"{branch}/{name}" if branch else name
 
 
 def _base(field: str) -> str:
-    """Return a field's name without its `Blend` sources and its number: "Encode.check" for "web/Encode.check#2"."""
+    """Return a field's name without branch and number: "Encode.check" for "web/Encode.check#2"."""
     return field.rsplit("/")[-1].split("#")[0]
 
 
 def _shared_fields(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without those of `Blend` sources that `others` lacks, with the weights of the rest."""
+    """Return the fields without those of sources that the same `Blend` in `others` lacks.
+
+    The weights are those of the remaining sources.
+    """
     found = dict(fields)
     for field, names in fields.items():
         if _base(field) != "sources" or field not in others:
@@ -292,7 +298,7 @@ def checked_allow(allow: Iterable[str], saved: Fingerprint, current: PipelineFin
 
 
 def _reason_fixed(name: str, current: PipelineFingerprint) -> str:
-    """Return why the field that `allow` names may never differ, or "". The name may be a part of the field's."""
+    """Return why the field that `allow` names may never differ, or "". It may be named without its stage."""
     fixed = {field: rule.fixed for field, rule in current.rules.items() if rule.fixed}
     return next((fixed[field] for field in fixed if _base(name) in (_base(field), _base(field).rpartition(".")[2])), "")
 
@@ -321,6 +327,7 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _both_values(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> str:
+    """Format the saved and the current value of a field, with the reason if the field may not differ."""
     saved, value = before.get(name), after.get(name)
     if name in current.required and name not in before and value is None:
         return "not in the state, here None"

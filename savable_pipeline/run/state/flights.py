@@ -3,13 +3,13 @@
     "acknowledge"    1 if saved with acknowledge=True, else 0
     "flight_00042"   of lane 42: for each epoch, the rounds of its batches, their refs and the rows that are done; and
                      the checksum of "lane_00042"
-    "acks_00003"     what rank 3 has acknowledged of other ranks' rows: rows by batch
+    "acks_00003"     rows of other ranks' batches that rank 3 has acknowledged, by batch
 
-With "acknowledge" 1, each lane has its flight entry, even without any batch. torch.distributed.checkpoint loads only
-the keys that it is asked for, so a missing entry is an error, and no row is lost silently. The checksum shows an entry
-that was saved with another state of the lane.
+If "acknowledge" is 1, each lane has its flight entry, even without any batch. torch.distributed.checkpoint loads only
+the keys that it is asked for, so a missing entry is an error, and no row is lost silently. By the checksum, an entry
+that was saved with another state of the lane is an error, too.
 
-A batch is identified by its slot, with the epoch above it, and rows by the bits of a number:
+A batch is identified by one number with its epoch and slot, and a set of its rows by the bits of a number:
 
     batch 3 << 40 | 96042    slot 96042 of epoch 3, round 1000 of lane 42 of 96        rows 0b101   rows 0 and 2
 
@@ -29,15 +29,15 @@ from savable_pipeline.errors import CheckpointMismatchError
 from savable_pipeline.run.state.lane_state import checksum, pack_state, restoring, unpack_state
 from savable_pipeline.stages.item_ref import ItemRef
 
-EPOCH_SHIFT = 40
-SLOTS = (1 << EPOCH_SHIFT) - 1
+EPOCH_SHIFT = 40  # a batch is identified by `epoch << EPOCH_SHIFT | slot`
+SLOTS = (1 << EPOCH_SHIFT) - 1  # mask for the slot
 MOST_ROWS = 1 << 20  # most rows of a batch
 ACKNOWLEDGE = "acknowledge"
 _FLIGHT, _ACKS = re.compile(r"flight_([0-9]{5,18})"), re.compile(r"acks_[0-9]{5,18}")
 
 
 class Flight(msgspec.Struct, gc=False):
-    """Batch in flight: its ref, perhaps in MessagePack, and its rows.
+    """Batch in flight: its number, its ref, perhaps in MessagePack, and its rows.
 
     `rows` is the number of its rows, and `done` has the bits of those that are done. `size` is the number of rows with
     padding, or 0 without padding.
@@ -50,14 +50,14 @@ class Flight(msgspec.Struct, gc=False):
     size: int = 0
 
     @property
-    def open(self) -> int:
+    def open_rows(self) -> int:
         """Return the bits of the rows that are not acknowledged."""
         return (1 << self.rows) - 1 & ~self.done
 
     def pack(self) -> None:
-        """Store the ref in MessagePack.
+        """Convert the ref to MessagePack.
 
-        It then takes a tenth of the memory, and of the time when a state is saved.
+        It then takes a tenth of the memory, and of the time to save a state.
         """
         if type(self.ref) is not msgspec.Raw:
             self.ref = msgspec.Raw(msgspec.msgpack.encode(self.ref))
@@ -94,8 +94,11 @@ def packed_flights(lane: int, columns: list[EpochFlights], saved_with: bytes) ->
 
 
 def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
-    """Return a lane's batches in flight, given in ascending order, as columns."""
-    found: list[EpochFlights] = []
+    """Return a lane's batches in flight as columns, one for each epoch.
+
+    `flights` is in ascending order.
+    """
+    columns: list[EpochFlights] = []
     while flights:
         epoch = flights[0].batch >> EPOCH_SHIFT
         first, end = epoch << EPOCH_SHIFT, (epoch + 1) << EPOCH_SHIFT
@@ -106,8 +109,8 @@ def flight_columns(flights: Sequence[Flight], lanes: int) -> list[EpochFlights]:
         refs: list[Any] = [each.ref for each in of_epoch]
         masks = [mask_bytes(mask) for mask in done] if any(done) else []
         sizes = [each.size for each in of_epoch]
-        found.append(EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
-    return found
+        columns.append(EpochFlights(epoch, rounds, refs, masks, sizes if any(sizes) else []))
+    return columns
 
 
 def mask_bytes(mask: int) -> bytes:
@@ -150,7 +153,7 @@ def _read_lane(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_
             before = flights[-1].batch if flights else -1
             is_yielded = before < batch < next_batch and number * lanes + lane <= SLOTS
             is_filled = not size or flight.rows <= size <= MOST_ROWS
-            if not is_yielded or flight.done >> flight.rows or not flight.open or not is_filled:
+            if not is_yielded or flight.done >> flight.rows or not flight.open_rows or not is_filled:
                 rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
                 raise ValueError(f"round {number} of epoch {each.epoch} has {rows}")
             flights.append(flight)
@@ -165,7 +168,7 @@ def _lane_checksum(state: Mapping[str, Any], lane: int) -> bytes:
 
 
 def _rows_of(ref: msgspec.Raw) -> int:
-    """Return the number of rows in a batch's ref: lists of numbers, after the batch's own number if it has one."""
+    """Return the number of rows in a batch's ref: (the batch's number, if it has one, and the ref of each row)."""
     parts = msgspec.msgpack.decode(ref)
     rows = parts[1:] if parts and type(parts[0]) is int else parts
     if not isinstance(parts, list) or not 0 < len(rows) <= MOST_ROWS or not all(map(_is_ref, rows)):
@@ -174,13 +177,14 @@ def _rows_of(ref: msgspec.Raw) -> int:
 
 
 def _is_ref(part: Any) -> bool:
+    """Return whether this is a list, not empty, of integers or of such lists."""
     return type(part) is list and bool(part) and all(type(each) is int or _is_ref(each) for each in part)
 
 
 def packed_acks(rank: int, rows: Mapping[int, int]) -> dict[str, bytes]:
-    """Return the entry of a rank that acknowledged rows of other ranks, if any.
+    """Return the entry with the rows that a rank acknowledged for other ranks.
 
-    `rows` has the bits of rows by batch.
+    The result is {} if there are none. `rows` has the bits of rows by batch.
     """
     return {f"acks_{rank:05d}": _packed_rows(rows)} if rows else {}
 
@@ -190,9 +194,9 @@ def _packed_rows(rows: Mapping[int, int]) -> bytes:
 
 
 def read_acks(state: Mapping[str, Any]) -> dict[int, int]:
-    """Return the bits of rows that ranks acknowledged for other ranks, by batch.
+    """Return the rows in all "acks_" entries of a flat dict, as bits by batch.
 
-    Raises `StateError` for a damaged entry of the flat dict.
+    Raises `StateError` for a damaged entry.
     """
     found: dict[int, int] = {}
     for name, raw in state.items():
@@ -210,13 +214,19 @@ def _read_rows(name: str, raw: bytes) -> dict[int, int]:
 
 
 def without_flights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat dict without batches in flight, as without acknowledge=True."""
-    own = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
-    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in own}
+    """Return a flat dict without batches in flight.
+
+    It is as if saved without acknowledge=True.
+    """
+    removed = {name for name in state if _FLIGHT.fullmatch(name) or _ACKS.fullmatch(name)}
+    return {name: 0 if name == ACKNOWLEDGE else each for name, each in state.items() if name not in removed}
 
 
 def reject_flights(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for batches in flight, which would be lost."""
+    """Raise `CheckpointMismatchError` if a state has batches in flight.
+
+    They would be lost.
+    """
     number = sum(map(bool, read_flights(state).values()))
     if number:
         raise CheckpointMismatchError(
@@ -241,10 +251,10 @@ def with_acks_applied(state: dict[str, Any]) -> dict[str, Any]:
         for batch in [batch for batch in rows if f"lane_{(batch & SLOTS) % lanes:05d}" in state]:
             mask, flight = rows.pop(batch), by_batch.get(batch)
             if flight is not None:
-                flight.done |= mask & flight.open
+                flight.done |= mask & flight.open_rows
         if rows:
             merged[name] = _packed_rows(rows)
-    unacknowledged = {lane: [flight for flight in of_lane if flight.open] for lane, of_lane in flights.items()}
+    unacknowledged = {lane: [flight for flight in of_lane if flight.open_rows] for lane, of_lane in flights.items()}
     return merged | {
         flights_name(lane): packed_flights(lane, flight_columns(of_lane, lanes), _lane_checksum(state, lane))
         for lane, of_lane in unacknowledged.items()

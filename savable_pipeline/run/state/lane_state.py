@@ -12,7 +12,7 @@ reshards:
 
 A checksum detects damage, but not a state that was written wrongly. Any line that reads such a state may fail, in the
 library or in `restore_state` of a user's stage. These errors become a `StateError` in one place, `restoring`.
-`has_too_many` detects what would take gigabytes of memory before it is decoded.
+`has_too_many` detects a state that would take gigabytes of memory before it is decoded.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from savable_pipeline.errors import EncodeError, SavableError, StateError
 
 _MAGIC = b"SAVL"
 _NUMBERED = _MAGIC + STATE.to_bytes(2, "little") + ORDER.to_bytes(2, "little")
-_HEAD = len(_NUMBERED) + 8
-_MAX_DEPTH = 200  # of nested lists and dicts; a stage takes one or two, a ref a few more
+_HEAD = len(_NUMBERED) + 8  # bytes before the MessagePack
+_MAX_DEPTH = 200  # most levels of nested lists and dicts; a stage takes one or two, a ref a few more
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LaneState(msgspec.Struct):
     """State of a lane between two batches, after the first `batches` of `epoch`.
 
-    `stages` is None before the first batch. `facts` is the digest of the `RunFacts` of its batches. `dropped` is a
-    `DroppedCounts`, absent if each source is known to have yielded a sample, as the only source of a lane with batches.
+    `stages` is None before the first batch. `facts` is the digest of the `RunFacts` with which the lane continues.
+    `dropped` is a `DroppedCounts`. It is absent if each source has yielded a sample, which is certain for the only
+    source of a lane that has yielded a batch.
     """
 
     lane: SavedCount
     epoch: EpochNumber
     batches: SavedCount = 0
-    more: bool | None = None  # whether another batch will come, None if unknown
+    more: bool | None = None  # whether the lane has another batch, None if unknown
     stages: dict[str, Any] | None = None
     facts: SavedCount = 0
     dropped: dict[str, dict[str, SavedCount]] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="in_vain")
@@ -72,13 +73,13 @@ def pack_state(state: msgspec.Struct) -> bytes:
 def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
     """Return the packed state of a lane before its first batch of an epoch.
 
-        slot 5 of 8 lanes     0 1 2 3 4                     5 6 7
-                              started: their own states     fresh: the chunk sizes are in the facts of the run
-                              have the chunk sizes (`cut`)
+        at slot 5 of a run with 8 lanes     lanes 0 1 2 3 4                  lanes 5 6 7
+                                            started: their own states        fresh: the chunk sizes are in the facts
+                                            have the chunk sizes (`cut`)     of the run
 
-    Chunks are the units in which an epoch is shared out among the lanes. If a run continues in mid-epoch with other
-    settings, such as another batch size or `tail`, all lanes must keep these sizes. Otherwise a fresh lane would read
-    samples of another lane.
+    Chunks are the units in which an epoch is divided among the lanes. If a run continues in mid-epoch with other
+    settings, such as another batch size or `tail`, all lanes must use the old chunk sizes until the epoch ends.
+    Otherwise a fresh lane would read samples of another lane.
     """
     return pack_state(LaneState(lane, epoch, facts=facts.digest))
 
@@ -86,7 +87,7 @@ def fresh_lane(lane: int, epoch: int, facts: RunFacts) -> bytes:
 def with_facts(raw: bytes, facts: RunFacts) -> bytes:
     """Return a lane's packed state with other facts.
 
-    Whether the lane has another batch must then be determined again.
+    Whether the lane has another batch is unknown then.
     """
     return pack_state(replace(unpack_state(raw, LaneState, "lane"), facts=facts.digest, more=None))
 
@@ -117,14 +118,14 @@ def unpack_state(raw: Any, kind: type[T], name: str) -> T:
 def decoded(body: bytes, kind: type[T], name: str) -> T:
     """Decode the struct `kind` from MessagePack whose checksum matched.
 
-    Raises `StateError`, because a forged state may have a valid checksum.
+    Raises `StateError` for other content, because a forged state may have a valid checksum.
     """
     try:
-        found = msgspec.msgpack.decode(body, type=kind)
+        state = msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(f"{name}: {error}") from error
-    _check_depth(found, name)
-    return found
+    _check_depth(state, name)
+    return state
 
 
 def _check_depth(state: msgspec.Struct, name: str) -> None:
@@ -143,10 +144,8 @@ def _check_depth(state: msgspec.Struct, name: str) -> None:
     raise damaged(f"{name}: lists nested deeper than {_MAX_DEPTH}")
 
 
-# Number of samples that a lane dropped of sources that have not yielded any.
-
 DroppedCounts: TypeAlias = dict[str, dict[str, int]]
-"""Dropped samples by "STAGE/TAG" and counter; empty once the source has yielded one:
+"""Numbers of samples that a lane dropped of a source, by "STAGE/TAG" and counter; {} once the source has yielded one:
 
     counters of a batch                  before                     after
     Encode/source/7/skipped/no txt  3    Encode/7: {}               Encode/7: {}                        has yielded
@@ -156,8 +155,8 @@ DroppedCounts: TypeAlias = dict[str, dict[str, int]]
 The state has it, so a resumed run also knows the sources that have yielded something.
 """
 
-FIRST = "first"
-# At most 30 reasons are counted apart, because a reason may contain a number.
+FIRST = "first"  # name of a counter, see `SourceCounter.counter`
+# At most 30 reasons have a counter of their own, because a reason may contain a number.
 _SKIPPED, _MAX_REASONS, _OTHERS = "skipped/", 30, "skipped/for other reasons"
 
 
@@ -189,7 +188,10 @@ class SourceCounter(NamedTuple):
 
 
 def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> DroppedCounts:
-    """Return `before` with the counters of a batch added, by the lane's stages."""
+    """Return `before` with the counters of a batch added.
+
+    `counts` has the stages' counters by name.
+    """
     positive = [name for name in counts if "/source/" in name and counts[name] > 0]
     parsed = {name: own for name in positive if (own := SourceCounter.parse(name))}
     if all(own.counter == "items" and own.key in before and not before[own.key] for own in parsed.values()):
@@ -204,7 +206,7 @@ def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> Dro
 
 
 def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:
-    """Count the dropped samples of a stage's source by reason."""
+    """Return the numbers in one entry of `DroppedCounts`, by reason."""
     return Counter({name.removeprefix(_SKIPPED): n for name, n in dropped.items() if name.startswith(_SKIPPED)})
 
 
@@ -238,11 +240,10 @@ _LOW_BYTES = bytes(range(128))  # integers without their own memory, ASCII text 
 def has_too_many(packed: bytes, stored: int) -> bool:
     """Check whether a state has too many objects for the size of its file.
 
-    The limit is a million, and one more for each of the `stored` bytes.
-
-    So a state that is large in memory is large on the disk. Otherwise 131 kB of a compressed state could become
-    gigabytes, because one byte can be an empty list of 72 bytes. Nothing is decoded. Each object starts with a byte,
-    which is at least 128 unless the object is a small integer:
+    The limit is a million, and one more for each of the `stored` bytes of the file. So only a large file can take much
+    memory. Otherwise 131 kB of a compressed state could become gigabytes, because one byte can be an empty list of 72
+    bytes. This decodes nothing. Each object starts with a byte, which is at least 128 unless the object is a small
+    integer:
 
         93 a1 61 05 90    a list of three: "a", 5, []    3 bytes of at least 128
     """

@@ -1,9 +1,9 @@
-"""Checks, reads and merges the flat dicts of loaders' states.
+"""Flat dicts, as which loaders save their state: check, read and merge them.
 
 A flat dict has a few numbers and the states of lanes. `lane_state.py` lists its entries.
 
-It may also have spans of slots that a resumed run will skip, after batches that the trainer had fetched but not yet
-trained on:
+A flat dict may also have spans of slots that a resumed run will skip. They come after batches that the trainer had
+fetched but not trained on when the state was saved:
 
     slot       2            3            4   5        6
                trained on   fetched      to skip
@@ -32,7 +32,7 @@ from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring,
 
 _LANE = re.compile(r"lane_([0-9]{5,18})")
 _NUMBERS = ("lanes", "epoch", "slot")
-_LIMIT = 1 << 62  # these numbers are smaller
+_LIMIT = 1 << 62  # these numbers of a state are smaller
 FACTS = "facts"
 _DECIDE_ALIKE = "Call reconfigure with the same arguments on each rank, at the same step."
 _PAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/trainers/index.md"
@@ -45,7 +45,7 @@ def lane_name(lane: int) -> str:
 
 def lane_numbers(state: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the lanes in a flat dict, ascending."""
-    # `lane_000001` is no key of a lane, because it has a digit too many
+    # `lane_000001` is not the key of lane 1, because it has a digit too many
     numbers = {name: int(found[1]) for name in state if (found := _LANE.fullmatch(name))}
     return sorted(number for name, number in numbers.items() if lane_name(number) == name)
 
@@ -82,7 +82,7 @@ def check_flat(state: Mapping[str, Any]) -> None:
 
 
 def read_lanes(state: Mapping[str, Any], wanted: Iterable[int]) -> dict[int, LaneState]:
-    """Return the states of the lanes `wanted`, by lane.
+    """Return the states of the lanes with these numbers, by lane.
 
     Raises `CheckpointMismatchError` for a lane that is missing, or was saved at another step or with other facts, and
     `StateError` for a damaged one.
@@ -126,9 +126,8 @@ def _check_same_facts(state: Mapping[str, Any], merged: Mapping[str, Any]) -> No
     """Raise `CheckpointMismatchError` unless two states to merge have the same facts."""
     facts, merged_facts = read_facts(state), read_facts(merged)
     if facts.growth != merged_facts.growth:
-        raise CheckpointMismatchError(
-            "the ranks have different epochs at which shards joined. Load the same state on all ranks."
-        )
+        problem = "the ranks have different epochs at which shards joined"
+        raise CheckpointMismatchError(f"{problem}. Load the same state on all ranks.")
     if facts.decisions != merged_facts.decisions:
         pairs = [(min(lane_numbers(each), default=None), read_facts(each).decisions) for each in (merged, state)]
         differing = "; ".join(f"lane {lane}: {decisions or 'nothing'}" for lane, decisions in pairs)
@@ -204,8 +203,8 @@ class SlotSpan(NamedTuple):
 
 def with_spans(state: Mapping[str, Any], spans: Iterable[SlotSpan]) -> dict[str, Any]:
     """Return a flat dict with these spans of slots to skip, if there are any."""
-    listed = list(spans)
-    return {**state, _TO_SKIP: msgspec.json.encode(listed)} if listed else dict(state)
+    to_skip = list(spans)
+    return {**state, _TO_SKIP: msgspec.json.encode(to_skip)} if to_skip else dict(state)
 
 
 def split_spans(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan]]:
@@ -219,7 +218,10 @@ def split_spans(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[SlotSpan
 
 
 def reject_spans(state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointMismatchError` for slots to skip, which a loader ignores."""
+    """Raise `CheckpointMismatchError` if a state has slots to skip.
+
+    A loader ignores them.
+    """
     _, spans = split_spans(state)
     if spans:
         span = spans[0]
@@ -285,6 +287,7 @@ def from_json(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes_from_base64(text: str, name: str) -> bytes:
+    """Decode an entry of `to_json`. Raises `StateError` with its `name` if it is damaged."""
     before, prefix, digits = text.partition(_BASE64_PREFIX)
     try:
         if before or not prefix:

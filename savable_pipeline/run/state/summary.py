@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -114,16 +114,15 @@ def _facts_as_settings(facts: RunFacts) -> dict[str, str]:
 
 def _flights_as_setting(state: Mapping[str, Any]) -> dict[str, str]:
     """Return how many rows are in flight, the oldest, and how many of each lane, as a setting."""
-    rows = {lane: sum(each.open.bit_count() for each in found) for lane, found in read_flights(state).items() if found}
+    by_lane = {lane: flights for lane, flights in read_flights(state).items() if flights}
+    rows = {lane: sum(flight.open_rows.bit_count() for flight in flights) for lane, flights in by_lane.items()}
     if not rows:
         return {}
-    oldest = min((each for found in read_flights(state).values() for each in found), key=lambda each: each.batch)
+    oldest = min((flight for flights in by_lane.values() for flight in flights), key=lambda flight: flight.batch)
     epoch, slot = divmod(oldest.batch, SLOTS + 1)
-    by_lane = ", ".join(f"lane {lane}: {number:,}" for lane, number in sorted(rows.items()))
-    row = (oldest.open & -oldest.open).bit_length() - 1  # the lowest bit that is set
-    return {
-        "in flight": f"{sum(rows.values()):,} rows, the oldest row {row} of slot {slot:,}, epoch {epoch}; {by_lane}"
-    }
+    lanes = ", ".join(f"lane {lane}: {number:,}" for lane, number in sorted(rows.items()))
+    row = (oldest.open_rows & -oldest.open_rows).bit_length() - 1  # the lowest bit that is set
+    return {"in flight": f"{sum(rows.values()):,} rows, the oldest row {row} of slot {slot:,}, epoch {epoch}; {lanes}"}
 
 
 def _lane_fields(lane: LaneState, stages: list[str]) -> dict[str, Any]:
@@ -165,10 +164,13 @@ def shown(field: str, value: Any) -> str:
     return str(value)
 
 
-def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str, str]]:
-    """Return the differing fields of two states: name, left value, right value.
+FieldDifference: TypeAlias = tuple[str, str, str]  # name of a field, and its value in each of two states
 
-    Without any, both states resume with the same batches.
+
+def differences(left: StateSummary, right: StateSummary) -> list[FieldDifference]:
+    """Return the fields in which two states differ.
+
+    If there is none, both states resume with the same batches.
     """
     found = _differing(left.numbers, right.numbers, "")
     found += _differing(left.settings, right.settings, "")
@@ -178,9 +180,8 @@ def differences(left: StateSummary, right: StateSummary) -> list[tuple[str, str,
     return found
 
 
-def _differing(
-    left: Mapping[str, Any] | None, right: Mapping[str, Any] | None, where: str
-) -> list[tuple[str, str, str]]:
+def _differing(left: Mapping[str, Any] | None, right: Mapping[str, Any] | None, where: str) -> list[FieldDifference]:
+    """Return the fields that differ, with `where` before their names. None means that the state lacks a lane."""
     if left is None or right is None or (not left) != (not right):
         shown_sides = ["missing" if side is None else "begun" if side else "not begun" for side in (left, right)]
         return [(where.strip(), *shown_sides)]  # type: ignore[list-item]
@@ -193,7 +194,7 @@ def _differing(
 
 
 def _format_pair(name: str, left: Any, right: Any) -> tuple[str, str]:
-    """Format two differing values as short texts. For lists of refs, they show the first refs that differ."""
+    """Format two differing values as short texts. For lists of refs, show the first refs that differ."""
     if name.endswith(".refs") and isinstance(left, bytes) and isinstance(right, bytes):
         mine, theirs = np.frombuffer(left, REF), np.frombuffer(right, REF)
         for i, (one, other) in enumerate(zip(mine, theirs, strict=False)):

@@ -1,8 +1,7 @@
-"""Pickles a batch from worker to trainer by protocol 5, with tensors as raw bytes.
+"""`dumps` and `loads`: pickle a batch by protocol 5, with tensors as raw bytes.
 
-A tensor keeps its memory format, such as channels last, because the bits of a convolution's result depend on it.
-
-`loads` only reads pickles that our own worker process wrote, never data or a saved state.
+A worker pickles, and the trainer unpickles. A tensor keeps its memory format, such as channels last, because the bits
+of a convolution's result depend on it. `loads` only reads pickles that our own worker wrote, never data or a state.
 """
 
 from __future__ import annotations
@@ -42,12 +41,15 @@ class _Pickler(pickle.Pickler):
 def dumps(value: Any) -> tuple[list[Buffer], list[memoryview]]:
     """Return the pickle of `value` in pieces, and views of large tensors and arrays.
 
-    No tensor data and no large `bytes` object is copied. Each such object is a piece of its own.
+    The data of tensors and large `bytes` objects are not copied: each large `bytes` object is a piece of its own.
     """
     buffers: list[memoryview] = []
 
     def goes_inline(buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer is small enough for the pickle itself; else keep a view."""
+        """Return whether a buffer is small enough for the pickle itself.
+
+        If not, add it to `buffers`.
+        """
         raw = buffer.raw()
         if raw.nbytes <= _COPIED_BYTES:
             return True
@@ -69,6 +71,7 @@ def loads(pickled: Buffer, buffers: Iterable[Buffer]) -> Any:
 
 
 def _raw_bytes(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
+    """Return the data of a tensor in the order of its dimensions."""
     import torch
 
     if not tensor.numel():
@@ -82,6 +85,7 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _rebuild_tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor whose dimensions, permuted to `order`, have this shape and these bytes."""
     import torch
 
     ordered = torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)

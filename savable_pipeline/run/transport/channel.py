@@ -4,7 +4,7 @@
 
 The trainer's end never blocks. It queues messages for a suspended process until that process reads again. A worker's
 end blocks. A forked child closes its copies of all ends at once. Otherwise an end would stay open in the child after
-its owner closed it or died.
+the process that it belongs to has closed it or died.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-_HEAD = struct.Struct("<II")
-_READ_BYTES, _MOST_DESCRIPTORS = 1 << 17, 16  # per read
+_HEADER = struct.Struct("<II")
+_READ_BYTES, _MOST_DESCRIPTORS = 1 << 17, 16  # most that one `receive` reads
 
 
 class Channel:
     """One end of a channel.
 
-    If it `waits`, `send` blocks until everything is sent. Otherwise it queues the rest for `flush`.
+    If it is `blocking`, `send` blocks until everything is sent. Otherwise it queues the rest for `flush`.
     """
 
-    def __init__(self, end: socket.socket, *, waits: bool) -> None:
-        end.setblocking(waits)
+    def __init__(self, end: socket.socket, *, blocking: bool) -> None:
+        end.setblocking(blocking)
         self._socket = end
-        self._waits = waits
+        self._blocking = blocking
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()  # bytes, and our duplicates of the descriptors
-        self._received = bytearray()
-        self._descriptors: deque[int] = deque()
+        self._received = bytearray()  # the start of a message that has not arrived completely
+        self._descriptors: deque[int] = deque()  # received descriptors of messages that are not complete
         close_in_children(self)
 
     def fileno(self) -> int:
@@ -46,7 +46,7 @@ class Channel:
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
     def has_message(self) -> bool:
-        """Return whether `receive` would return at once."""
+        """Return whether `receive` would return or raise at once, without blocking."""
         (poll := select.poll()).register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -55,7 +55,7 @@ class Channel:
 
         Raises OSError if the other end is closed.
         """
-        raw = memoryview(_HEAD.pack(len(message), len(descriptors)) + message)
+        raw = memoryview(_HEADER.pack(len(message), len(descriptors)) + message)
         copies = [os.dup(descriptor) for descriptor in descriptors]
         self._unsent.append((raw, copies))
         self.flush()
@@ -80,8 +80,8 @@ class Channel:
     def receive(self) -> list[tuple[bytes, list[int]]]:
         """Return the messages that have arrived, each with its descriptors.
 
-        The caller must close the descriptors. This blocks for the first bytes only if this end `waits`. Raises EOFError
-        if the other end is closed and all its messages have been received.
+        The caller must close the descriptors. This blocks for the first bytes only if this end is `blocking`. Raises
+        EOFError if the other end is closed and all its messages have been received.
         """
         try:
             raw, descriptors, _, _ = socket.recv_fds(
@@ -95,16 +95,17 @@ class Channel:
             raise EOFError("the other end is closed")
         self._received += raw
         self._descriptors += descriptors
-        return self._whole_messages()
+        return self._complete_messages()
 
-    def _whole_messages(self) -> list[tuple[bytes, list[int]]]:
+    def _complete_messages(self) -> list[tuple[bytes, list[int]]]:
+        """Remove complete messages from the received bytes, and return each with its descriptors."""
         messages, start = [], 0
-        while len(self._received) - start >= _HEAD.size:
-            length, count = _HEAD.unpack_from(self._received, start)
-            end = start + _HEAD.size + length
+        while len(self._received) - start >= _HEADER.size:
+            length, count = _HEADER.unpack_from(self._received, start)
+            end = start + _HEADER.size + length
             if len(self._received) < end:
                 break
-            message = bytes(memoryview(self._received)[start + _HEAD.size : end])
+            message = bytes(memoryview(self._received)[start + _HEADER.size : end])
             messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
             start = end
         if start:
@@ -120,19 +121,19 @@ class Channel:
         _close(self._descriptors)
 
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_open_ends: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_in_children(end: Any) -> None:
-    """Close this end in each forked child.
+    """Register an end, such as a channel or socket, to be closed in each forked child.
 
-    Otherwise the child's copy would stay open after the owner closes it.
+    Otherwise the child's copy would stay open after this process closes the end.
     """
-    _open.add(end)
+    _open_ends.add(end)
 
 
 def _close_all() -> None:
-    for end in list(_open):
+    for end in list(_open_ends):
         end.close()
 
 
@@ -140,9 +141,9 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def _close(descriptors: list[int] | deque[int]) -> None:
-    """Close all descriptors, and remove each from the list first.
+    """Close all descriptors, and remove each from the list before.
 
-    A Ctrl-C in between must not let one be closed a second time.
+    So a Ctrl-C in between never lets one be closed a second time.
     """
     while descriptors:
         os.close(descriptors.pop())

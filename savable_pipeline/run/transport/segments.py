@@ -2,7 +2,7 @@
 
     segment   flags u8 (64,), one per reader: free 0, in use 1, retired 2 │ buffer │ padding to 64 │ buffer │ …
 
-Segments are anonymous (memfd) and passed by descriptor, so nothing remains in the system when a process dies.
+A segment is a file in memory (memfd) without a path, passed by descriptor. So nothing remains when processes die.
 
     worker                                  trainer
     marks a free segment as in use
@@ -10,13 +10,14 @@ Segments are anonymous (memfd) and passed by descriptor, so nothing remains in t
                                             marks the segment as free when the last tensor is gone
 
 The worker reuses the free segment that it used last, whose pages are in the processor's caches, and creates one if none
-is free. It drops one if another was free for each of 32 batches. `batch_memory` allocates in the segment of the next
-batch, so tensors from there need no copy. A trainer that views 8 batches of a worker gets copies of further ones. A
-segment that was viewed when the trainer forked is retired, because the child may still view it. It is never reused.
+is free. It drops a segment if two were free at each of 32 batches in a row. `batch_memory` allocates in the segment of
+the next batch, so tensors from there need no copy. A trainer that views 8 batches of a worker gets copies of further
+ones. A segment that was viewed when the trainer forked is retired: it is never reused, because the child may still view
+it.
 
 Ranks that share batches read one segment, each with its own flag. The worker reuses it once all flags are free. Each
-rank maps it privately: the system copies the pages that a rank writes to. The copies are dropped with the batch, since
-they would hide the next one. Other pages stay mapped, because mapping them again takes longer than reading them.
+rank maps it privately: the system copies the pages that a rank writes to. These copies are dropped with the batch,
+since they would hide the next one. Other pages stay mapped, because mapping them again takes longer than reading them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from savable_pipeline.run.transport.status_page import anonymous_file
 
 Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
-ALIGN = 64  # bytes, and most readers of a segment
+ALIGN = 64  # alignment of buffers in bytes; also the number of flags, and so the most readers of a segment
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
 _ROUND_BYTES = 1 << 16  # the size of a segment is a multiple of this
 _SPARE_BATCHES = 32  # batches in a row with a spare segment, after which it is dropped
@@ -63,10 +64,7 @@ class WrittenBatch(NamedTuple):
 
 
 def _map_whole(fd: int, size: int) -> mmap.mmap:
-    """Map a memfd, with all its pages at once.
-
-    Separate page faults would take far longer.
-    """
+    """Map a memfd with all its pages at once, because separate page faults would take far longer."""
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
@@ -76,7 +74,7 @@ def _aligned(offset: int) -> int:
 
 @dataclass(slots=True)
 class _NextBatch:
-    """Segment of the next batch, in which parts of the batch may be allocated already."""
+    """Segment in use for the next batch, in which parts of the batch may be allocated already."""
 
     number: int
     fd: int | None  # the segment's descriptor if the trainer does not have it yet
@@ -90,9 +88,9 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}  # by number, the last used at the end
-        self._count = self._spare = 0  # segments so far, and batches in a row for which more than one was free
-        # the size of the next batch, estimated from earlier ones, and the bytes for which its segment had no room
-        self._expected_bytes, self._missing_bytes = 0, 0
+        self._count = self._spare = 0  # segments created so far, and batches in a row for which several were free
+        self._expected_bytes = 0  # size of the next batch, estimated from earlier ones
+        self._missing_bytes = 0  # size of the allocations for the next batch that had no room in its segment
         self._current: _NextBatch | None = None
         # views of this process, by segment
         self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
@@ -100,12 +98,12 @@ class SegmentWriter:
     def allocate(self, size: int) -> memoryview | None:
         """Return `size` bytes for a part of the next batch, or None if there is no room.
 
-        There is none before the first batches, because their size is unknown.
+        There is no room before the first batches, because their size is unknown.
         """
         if self._current is None:
             if size > self._expected_bytes:
                 return None
-            self._current = self._allocate(self._expected_bytes)
+            self._current = self._take_segment(self._expected_bytes)
         current = self._current
         whole = self._view(current.number)
         start = current.end
@@ -132,10 +130,10 @@ class SegmentWriter:
             view = self._views[number] = np.frombuffer(self._segments[number], np.uint8)
         return view
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         """Start a batch.
 
-        It reuses the memory that was allocated for a batch that failed, unless that is still viewed.
+        If the last batch failed, reuse the memory allocated for it, unless that is still viewed.
         """
         if self._current is not None and self._current.number not in self._views:
             self._current.end = ALIGN
@@ -143,21 +141,21 @@ class SegmentWriter:
     def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
         """Write the bytes of one-dimensional views to a segment.
 
-        Views of memory from `allocate` are in the segment already. The `pieces` are written end to end, and are the
-        last of the spans.
+        Views of memory from `allocate` are in the segment already. The `pieces` are written end to end, as one more
+        buffer: the last of the spans.
         """
         current, self._current = self._current, None
         spans, end = _layout(views, current)
         piece_bytes = sum(map(len, pieces))
         dropped: tuple[int, ...] = ()
         if current is not None and end + piece_bytes > len(self._segments[current.number]):
-            dropped = self._put_back(current)
+            dropped = self._discard(current)
             current = None
             spans, end = _layout(views, None)
         self._expected_bytes = max(_aligned(end + piece_bytes) + self._missing_bytes, self._expected_bytes * 7 // 8)
         self._missing_bytes = 0
         if current is None:
-            current = self._allocate(end + piece_bytes)
+            current = self._take_segment(end + piece_bytes)
         segment = self._segments[current.number]
         for (offset, length, in_segment), view in zip(spans, views, strict=True):
             if not in_segment:
@@ -170,8 +168,8 @@ class SegmentWriter:
             end += len(piece)
         return WrittenBatch(current.number, current.fd, dropped + current.dropped, written)
 
-    def _put_back(self, current: _NextBatch) -> tuple[int, ...]:
-        """Free a segment that is too small, and return the numbers of those that it replaced."""
+    def _discard(self, current: _NextBatch) -> tuple[int, ...]:
+        """Free the segment of the next batch, which is too small. Return the numbers of the segments it replaced."""
         if current.fd is None:
             self._segments[current.number][0] = _FREE
         else:
@@ -179,8 +177,8 @@ class SegmentWriter:
             del self._segments[current.number]
         return current.dropped
 
-    def _allocate(self, size: int) -> _NextBatch:
-        """Mark a free segment of at least this size as in use, or create one."""
+    def _take_segment(self, size: int) -> _NextBatch:
+        """Take a free segment of at least this size, or create one, and mark it as in use."""
         retired = [number for number, segment in self._segments.items() if _RETIRED in segment[:ALIGN]]
         free = [number for number, segment in self._segments.items() if self._is_free(number, segment)]
         large_enough = [number for number in free if len(self._segments[number]) >= size]
@@ -210,9 +208,9 @@ class SegmentWriter:
 
 
 def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
-    """Return (offset, length, whether it is in the segment already) for each view.
+    """Return (offset, length, whether it is in the segment already) for each view, and the offset after all views.
 
-    The second result is the offset after all views.
+    `current` is the segment of the next batch, if parts of it are allocated.
     """
     spans = []
     end = ALIGN if current is None else current.end
@@ -231,13 +229,14 @@ def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[li
 class SegmentReader:
     """A process's views of one worker's segments.
 
-    `flag` is the index of its flag in each segment. With `private`, other processes do not see what it writes.
+    `flag` is the index of the process's flag in each segment. If `private`, other processes do not see what this one
+    writes.
     """
 
     def __init__(self, flag: int = 0, *, private: bool = False) -> None:
         self._flag, self._private = flag, private
         self._segments: dict[Hashable, _MappedSegment] = {}
-        self._viewed = [0]  # a list, because finalizers change it
+        self._viewed = [0]  # number of viewed batches, in a list because finalizers change it
 
     def add(self, number: Hashable, fd: int) -> None:
         """Map a new segment, and close its descriptor."""
@@ -249,30 +248,33 @@ class SegmentReader:
             os.close(fd)
 
     def drop(self, number: Hashable) -> None:
-        """Drop a segment, which is unmapped once no tensor views it."""
+        """Drop a segment. It is unmapped once no tensor views it."""
         del self._segments[number]
 
     def lend(self, number: Hashable, flag: int) -> None:
-        """Mark a segment as in use by another reader too, before that reader knows of it."""
+        """Mark a segment as in use by the reader with another `flag`.
+
+        This is done before that reader knows of the segment.
+        """
         self._segments[number].flags[flag] = _IN_USE
 
     def release(self, flag: int) -> None:
-        """Clear the in-use flags of an ended reader on all segments.
+        """Clear the in-use flags of the ended reader with this `flag` on all segments.
 
-        A segment that a forked child of the reader may view stays retired.
+        Retired segments stay so, because a forked child of the reader may view them.
         """
         for segment in self._segments.values():
             if segment.flags[flag] == _IN_USE:
                 segment.flags[flag] = _FREE
 
     def read(self, number: Hashable, spans: list[Span]) -> list[memoryview]:
-        """Return the bytes at some spans of a segment.
+        """Return the bytes at these spans of a segment, as writable views.
 
-        They are writable views, or copies if 8 batches are viewed already.
+        If 8 batches are viewed already, they are copies.
         """
         segment = self._segments[number]
         if self._viewed[0] >= MOST_VIEWED:
-            end = sum(spans[-1])  # offset and length of the last span
+            end = sum(spans[-1])  # the offset plus the length of the last span
             view = memoryview(bytearray(segment.data[:end]))
             segment.flags[self._flag] = _FREE
         else:
@@ -283,7 +285,7 @@ class SegmentReader:
         return [view[offset : offset + length] for offset, length in spans]
 
     @property
-    def viewed(self) -> int:
+    def viewed_batches(self) -> int:
         """Number of batches that this process views."""
         return self._viewed[0]
 
@@ -299,7 +301,7 @@ class _MappedSegment(NamedTuple):
 
 
 # Descriptor of this process's page table. A forked child opens its own.
-_pagemap = functools.cache(lambda process: os.open("/proc/self/pagemap", os.O_RDONLY))
+_open_pagemap = functools.cache(lambda process: os.open("/proc/self/pagemap", os.O_RDONLY))
 _forks = [0]  # number of times that this process has forked
 
 
@@ -311,9 +313,9 @@ os.register_at_fork(before=_count_fork)
 
 
 def _free_after(whole: NDArray[np.uint8], segment: _MappedSegment, flag: int, viewed: list[int]) -> None:
-    """Mark the segment as free when its last view is gone.
+    """Mark the segment as free when `whole`, of which all views are parts, is no longer used.
 
-    It is marked as retired if the process has forked in the meantime.
+    If the process has forked in the meantime, mark the segment as retired instead.
     """
     owner, forks = os.getpid(), _forks[0]
 
@@ -332,7 +334,7 @@ def _has_own_pages(data: mmap.mmap) -> bool:
     """Return whether this process has written to a private mapping; True if unknown."""
     address, page = np.frombuffer(data, np.uint8).ctypes.data, mmap.PAGESIZE
     try:
-        raw = os.pread(_pagemap(os.getpid()), len(data) // page * 8, address // page * 8)
+        raw = os.pread(_open_pagemap(os.getpid()), len(data) // page * 8, address // page * 8)
     except OSError:
         return True
     return len(raw) < len(data) // page * 8 or bool(raw[_TOP_BYTE::8].translate(None, _PAGES_OF_FILE))

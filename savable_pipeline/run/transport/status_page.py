@@ -3,9 +3,9 @@
     word 0 │ 1     │ 2     │ 3       │ 4      │ 5      │ …    from byte 4096 on: the Python stack, written when the
     depth  │ index │ epoch │ request │ length │ checks │ text     worker crashes or receives STACK_SIGNAL
 
-`depth` is the number of stages before the running one. `index` and `epoch` are the ref of the sample being encoded.
-`request` is the number of the request in progress. `text`, of `length` bytes, says what is wrong with batches that were
-already delivered. `checks` counts how often the worker has checked that on request. The page outlives the worker.
+`depth` is the number of stages before the running one. `index` and `epoch` identify the sample being encoded. `request`
+is the number of the request in progress. `text`, of `length` bytes, names a shard that changed after batches were read
+from it. `checks` counts how often the worker has looked for such shards on request. The page outlives the worker.
 `faulthandler` writes the stack, even in a worker that is stuck in C code.
 """
 
@@ -17,26 +17,27 @@ import os
 import signal
 import tempfile
 
-NOTHING = (1 << 64) - 1
+_NOTHING = (1 << 64) - 1
 _PAGE = 4096
-_DEPTH, _INDEX, _EPOCH, _REQUEST, _LENGTH, _CHECKS = range(6)  # of the words
-_TEXT = 48  # the byte where the text starts
+_DEPTH, _INDEX, _EPOCH, _REQUEST, _LENGTH, _CHECKS = range(6)  # positions of the words
+_TEXT_START = 48  # the byte where the text starts
 STACK_SIGNAL = signal.SIGUSR2  # makes a worker write its stack
 
 
-def begin_request(words: memoryview, number: int) -> None:
+def start_request(words: memoryview, number: int) -> None:
     """Clear the words of a worker's status at the start of a request."""
-    words[_DEPTH] = words[_INDEX] = words[_EPOCH] = NOTHING
+    words[_DEPTH] = words[_INDEX] = words[_EPOCH] = _NOTHING
     words[_REQUEST] = number
 
 
 def read_status(words: memoryview) -> tuple[int | None, int | None, int, int]:
-    """Return what a worker works on: depth of the stage, sample, epoch, request.
+    """Return the fields of a `WorkerStatus`.
 
-    The depth or the index of the sample is None if it is not recorded.
+    They are the depth of the stage, the index of the sample, its epoch, and the number of the request. The depth and
+    the index are None if they are not recorded.
     """
     depth, index, epoch, request = words[:_LENGTH].tolist()
-    return None if depth == NOTHING else depth, None if index == NOTHING else index, epoch, request
+    return None if depth == _NOTHING else depth, None if index == _NOTHING else index, epoch, request
 
 
 class StatusPage:
@@ -55,7 +56,7 @@ class StatusPage:
     def create(cls) -> StatusPage:
         """Create an empty page."""
         status = cls(anonymous_file("savable_pipeline status", _PAGE))
-        begin_request(status.words, 0)
+        start_request(status.words, 0)
         return status
 
     def write_stacks(self) -> None:
@@ -65,13 +66,13 @@ class StatusPage:
         faulthandler.register(STACK_SIGNAL, self.descriptor)
 
     def report(self, problem: str) -> None:
-        """Record what is wrong with batches that were already delivered."""
-        raw = problem.encode(errors="replace")[: _PAGE - _TEXT]
-        self._page[_TEXT : _TEXT + len(raw)] = raw
+        """Record a message about a changed shard."""
+        raw = problem.encode(errors="replace")[: _PAGE - _TEXT_START]
+        self._page[_TEXT_START : _TEXT_START + len(raw)] = raw
         self.words[_LENGTH] = len(raw)  # written last, so that a reader sees the whole text
 
     def count_check(self) -> None:
-        """Record that the worker has checked its shards on request, and reported."""
+        """Record that the worker has looked for changed shards on request."""
         self.words[_CHECKS] += 1
 
     @property
@@ -80,15 +81,18 @@ class StatusPage:
         return int(self.words[_CHECKS])
 
     def reported(self) -> str:
-        """Return what the worker recorded as wrong, or "". Any thread may call this."""
+        """Return the message that the worker reported, or "". Any thread may call this."""
         try:
             length = self.words[_LENGTH]
-            return self._page[_TEXT : _TEXT + length].decode(errors="ignore") if length else ""
+            return self._page[_TEXT_START : _TEXT_START + length].decode(errors="ignore") if length else ""
         except ValueError:  # the page was closed in the meantime
             return ""
 
     def has_stack(self, outermost: str) -> bool:
-        """Return whether a new stack is written as far as the function `outermost`."""
+        """Return whether a stack was written since the last `new_stack`.
+
+        It must be written down to the function `outermost`.
+        """
         return f"in {outermost}\n".encode() in os.pread(self.descriptor, 1 << 16, self._read_to)
 
     def new_stack(self, outermost: str) -> str:
@@ -111,23 +115,24 @@ class StatusPage:
 def _calls_within(outermost: str, stacks: str) -> str:
     """Return the calls inside the function `outermost`, the innermost first.
 
-    `stacks` has those of all threads. If none runs the function, the result is the first 2,000 characters.
+    `stacks` has the stacks of all threads, as `faulthandler` writes them. If no thread runs the function, the result is
+    their first 2,000 characters.
     """
-    found: list[str] = []
+    calls: list[str] = []
     for line in stacks.splitlines():
         if line.startswith(("Current thread", "Thread")):
-            found = []
+            calls = []
         elif line.endswith(f"in {outermost}"):
-            return "\n".join(["Stack, the innermost call first:", *found])
+            return "\n".join(["Stack, the innermost call first:", *calls])
         else:
-            found.append(line)
+            calls.append(line)
     return stacks[:2000]
 
 
 def anonymous_file(name: str, size: int) -> int:
     """Create a file in memory without a path, and return its descriptor.
 
-    It is gone when its last descriptor is closed.
+    The file exists until its last descriptor is closed.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)

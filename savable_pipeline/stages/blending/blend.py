@@ -27,7 +27,7 @@ from savable_pipeline.stages.advice import check_choice, check_count, closest
 from savable_pipeline.stages.blending.schedule import Schedule
 from savable_pipeline.stages.blending.turns import TokenTurns, Turns, TurnsState, build_turns
 from savable_pipeline.stages.chunked_stage import ChunkedStage, chunked, value_of
-from savable_pipeline.stages.encoder_calls import measured_length
+from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import restored_elements, saved_elements
 from savable_pipeline.stages.item_ref import Element, ItemRef, as_ref, sample_indices
 from savable_pipeline.stages.pipeline import sample_names
@@ -147,6 +147,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         self.weights = integer_weights({name: by_name[name] for name in self._stages})
         self.by, self.stride = by, stride
         self._counters: dict[str, list[str]] = {}  # names of counters, by source
+        self._calls: dict[str, EncoderCalls] = {}  # by source, to measure items
         self._end_sources(self._ended)
         # elements taken before their turns
         self._ahead: dict[str, _Elements] = {name: self._array([]) for name in self._stages}
@@ -366,15 +367,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         stage = self._stages[name]
         if type(value_of(stage, element)) is Skip:
             return None
-        encoder = stage.info.encoder
-        assert encoder is not None
-        try:
-            return measured_length(encoder, element)
-        except Exception as error:
-            raise EncodeError(
-                f"{type(encoder).__name__}.length failed: {type(error).__name__}: {error}. Fix it and resume."
-                f"\n  stage Blend, source {name!r} of {self.lane}"
-            ) from error
+        if name not in self._calls:
+            self._calls[name] = EncoderCalls(f"Blend, source {name!r}", stage.info, None, "batch")
+        return self._calls[name].length(element, least=-(1 << 62))  # the caller rejects lengths below 1
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
         """Count drawn elements of a source, unless it is a Blend, which counts those of its own sources."""

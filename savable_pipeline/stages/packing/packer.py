@@ -310,7 +310,7 @@ class OnlinePacker(PackStage):
             if pieces := self._pieces.known(_decode_pieces(packed)):
                 pack = packing.open(length)
                 for piece in pieces:
-                    pack.add(piece)
+                    packing.put(piece, pack)
                 if pack.room < 0 or pack.images < 0:
                     over = f"{-pack.room} longer" if pack.room < 0 else f"of {-pack.images} images more"
                     raise CheckpointMismatchError(

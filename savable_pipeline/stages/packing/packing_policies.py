@@ -127,6 +127,7 @@ class Packing:
         # least cost of a piece; a pack with less remaining cost is full
         self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
+        self._filled: OpenPack | None = None  # the last pack that had no room for another token
         self.waiting: list[Piece] = []  # pieces that are not in a pack yet
         self.rounds = 0  # number of rounds in which waiting pieces were put into packs
 
@@ -173,13 +174,19 @@ class Packing:
         bounds = (length, self.max_cost) if self.max_cost else None
         return OpenPack(length, self.max_images or _NO_BOUND, self.max_cost, bounds)
 
+    def put(self, piece: Piece, pack: OpenPack | None) -> None:
+        """Put a piece into a pack, or into a new one."""
+        pack = pack or self.open()
+        pack.add(piece)
+        if not pack.room or pack.cost < self._least_cost:
+            self._filled = pack
+
     def full(self) -> OpenPack | None:
-        """Return the oldest pack without room for another token, or None."""
-        least_cost = self._least_cost
-        for pack in self.packs:
-            if not pack.room or pack.cost < least_cost:
-                return pack
-        return None
+        """Return the pack without room for another token, or None.
+
+        It is yielded before a piece is added.
+        """
+        return self._filled if self._filled in self.packs else None
 
 
 class Sequential(Packing):
@@ -202,8 +209,7 @@ class Sequential(Packing):
 
     def add(self, piece: Piece) -> None:
         """Append a piece to the open pack, or to a new one if it has too many images."""
-        pack = self.packs[-1] if self.packs and self.packs[-1].fits(piece) else self.open()
-        pack.add(piece)
+        self.put(piece, self.packs[-1] if self.packs and self.packs[-1].fits(piece) else None)
 
     def due(self) -> OpenPack | None:
         """Return the first pack if it is full, or if the last piece needed a new one."""
@@ -215,7 +221,7 @@ class FirstFit(Packing):
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the oldest pack with room, or into a new one."""
-        (_oldest(self.packs, piece) or self.open()).add(piece)
+        self.put(piece, _oldest(self.packs, piece))
 
     def due(self) -> OpenPack | None:
         """Return a full pack, or the oldest one if more than `open_packs` are open."""
@@ -233,9 +239,9 @@ class BestFit(Packing):
         best, least = None, _MOST_SLACK
         length, images, cost = piece.length, piece.images, piece.cost
         for pack in self.packs:
-            if length <= pack.room and pack.slack < least and images <= pack.images and cost <= pack.cost:
+            if pack.slack < least and length <= pack.room and images <= pack.images and cost <= pack.cost:
                 best, least = pack, pack.slack
-        (best or self.open()).add(piece)
+        self.put(piece, best)
 
     def due(self) -> OpenPack | None:
         """Return a full pack, or None.
@@ -244,7 +250,7 @@ class BestFit(Packing):
         """
         full = self.full()
         if full is None and len(self.packs) > self.open_packs:
-            return min(self.packs[:-1], key=lambda pack: pack.slack)
+            return min(self.packs[:-1], key=attrgetter("slack"))
         return full
 
 

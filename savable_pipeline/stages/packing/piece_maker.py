@@ -65,31 +65,42 @@ class PieceMaker(StageBuffer):
                 self.ahead += more
             if not self.ahead:
                 return False
-        self._add_whole(self.ahead[0])
-        del self.ahead[0]  # delete it last, so that the item is tried again after an error
+        packing, pieces, done = self._packing, list[Piece](), 0
+        try:
+            for element in self.ahead:
+                if (piece := self._whole_piece(element)) is not None:
+                    packing.add(piece)
+                    pieces.append(piece)
+                done += 1  # counted last, so that the item is tried again after an error
+                if self.taken is not None or packing.due() is not None:
+                    break
+        finally:
+            del self.ahead[:done]
+            self._count(pieces)
         return True
 
-    def _add_whole(self, element: Element) -> None:
-        """Add a whole item to the policy, store it in `taken` if it does not fit, or drop it if it is lost."""
-        declared, ref = None, element.ref
-        if element.sizes and not element.is_built and type(ref[1]) is int and self._owner.info.declared:
+    def _count(self, pieces: Sequence[Piece]) -> None:
+        """Count pieces and their tokens by source, and the bytes of their values."""
+        self._by_source.reset_rows(pieces)
+        self._by_source.count_items(pieces, self._owner.info.tags, has_lengths=True)
+        self._share.count(pieces)
+
+    def _whole_piece(self, element: Element) -> Piece | None:
+        """Return a whole item as a piece, or None if it is lost, or does not fit and is now in `taken`."""
+        declared, value, ref = None, element.value, element.ref
+        if value is UNBUILT and element.sizes and type(ref[1]) is int and self._owner.info.declared:
             declared = element.sizes[0]  # not for a pack, because its sizes are those of its items
-        if declared is None:
-            if type(value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
-                return
-            length, images = self.measured(element)
-        else:
             length, images = self._calls.checked_length(declared[0], least=_LEAST), declared[1]
-        packing = self._packing
-        if length > packing.reach or images > packing.max_images > 0:
-            self.taken = Piece(ref, element.value, declared and (declared,), length=0, total=length)
-            return
-        piece = Piece(ref, element.value, length=length, images=images, total=length)
+        elif type(value := value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
+            return None
+        else:
+            length, images = self.measured(element)
+        if length > self._packing.reach or images > self._packing.max_images > 0:
+            self.taken = Piece(ref, value, declared and (declared,), length=0, total=length)
+            return None
+        piece = Piece(ref, value, length=length, images=images, total=length)
         self._set_cost(piece)
-        self._by_source.count_item(ref, length)
-        if declared is None:
-            self._share.count([piece])
-        packing.add(piece)
+        return piece
 
     def _add(self, taken: Piece) -> bool:
         """Add the part of the taken item that fits to the policy. Returns whether all of the item is used."""
@@ -117,10 +128,8 @@ class PieceMaker(StageBuffer):
         if piece.images > self._packing.max_images > 0:
             self._skipped("of more than max_images", piece.length, piece.images)
         else:
-            self._by_source.count_item(taken.ref, piece.length)
-            if item is not UNBUILT:
-                piece.value = item
-                self._share.count([piece])
+            piece.value = item
+            self._count([piece])
             self._packing.add(piece)
         taken.start += piece.length
         return taken.start == stop
@@ -169,7 +178,7 @@ class PieceMaker(StageBuffer):
 
         The result is a `Skip` if that is impossible.
         """
-        if piece.is_built:
+        if piece.value is not UNBUILT:
             return piece.value
         whole = self._whole(piece).value
         return whole if type(whole) is Skip else self._part_of(whole, piece)

@@ -70,7 +70,10 @@ def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder
 
 
 def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """Return the entry of `clips`, (clips, frames, height, width, channels): frames spread over each of the first."""
+    """Return the entry of `clips`, (clips, frames, height, width, channels).
+
+    It shows frames at equal distances of each of the first clips.
+    """
     frames = np.linspace(0, clips.shape[1] - 1, min(_MOST_FRAMES, clips.shape[1])).round().astype(int).tolist()
     shown = [(clip, frame) for clip in range(min(_MOST_CLIPS, len(clips))) for frame in frames]
     entry = images_entry(name, note, [clips[each] for each in shown], clips.shape[0] * clips.shape[1], encoder)

@@ -69,7 +69,7 @@ def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory
 
 def test_samples_and_classes_equal_converted_ones(tmp_path: Path) -> None:
     images = write_captioned_images(tmp_path / "in/images", 8)
-    source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
+    source = write(images.parent, "cat/0.txt", "cat/1.txt", "dog/0.txt", ".hidden", "no_extension", "README.md")
     (source / "cat/empty.jpg").touch()
     for each in ({}, {"classes": True}, {"key_end": "last"}):
         sp.convert(source, tmp_path / str(each), **each)  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_last_dot_keys_are_file_names_and_differences_to_tars_warn(tmp_path: Pat
     ("names", "told"),
     [
         (["a.jpg", "b.jpg", "labels.csv", "more.csv"], r"several kinds of files, csv \(2 files, such as labels.csv\)"),
-        (["a.jpg", "b.jpg", "data.zip"], r"\.zip is not read here \(data\.zip\): unpack it"),
+        (["a.txt", "b.txt", "data.zip"], r"\.zip is not read here \(data\.zip\): unpack it"),
         ([f"img.{i:04d}.txt" for i in range(30)], 'a key ends at the first dot .* Pass key_end="last"'),
     ],
 )

@@ -114,8 +114,8 @@ def test_lane_can_get_more_requests_and_skips(backend: Backend) -> None:
     for _ in range(9):
         at = ask(at, "skip").state
     last = ask(at)
-    assert last.batch == expected(backend, 0, 9) and not last.more and not last.dry
-    assert ask(last.state, "peek").more is False and ask(last.state).dry
+    assert last.batch == expected(backend, 0, 9) and not last.more and not last.exhausted
+    assert ask(last.state, "peek").more is False and ask(last.state).exhausted
 
 
 def test_backend_of_unchanged_shards_raises_nothing_in_its_final_check(backend: Backend) -> None:
@@ -126,7 +126,7 @@ def test_backend_of_unchanged_shards_raises_nothing_in_its_final_check(backend: 
     backend.check_shards()
     backend.stop()
     backend.verify_delivered()
-    assert backend.fault == "" and backend.numbers().keys() == COUNTERS
+    assert backend.shard_error == "" and backend.numbers().keys() == COUNTERS
 
 
 # What a run does with it.
@@ -190,9 +190,9 @@ def test_error_in_the_backends_final_check_is_raised_once(shards: str) -> None:
     backend = FakeBackend()
     run = fake_run(backend, shards, lanes=4)
     next(run)
-    backend.fault = "shard 3 changed"
+    backend.shard_error = "shard 3 changed"
     with pytest.raises(sp.ShardError, match="shard 3 changed"):
         run.close()
     run.close()
     run.load_state_dict(run.state_dict())
-    assert backend.fault == "", "batches before it no longer count"
+    assert backend.shard_error == "", "batches before it no longer count"

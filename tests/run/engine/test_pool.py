@@ -30,20 +30,22 @@ class SleepyEncoder(NumberEncoder):
 class FakeWorker:
     """As much of a worker as the choice looks at."""
 
-    def __init__(self, requests: int, since: float = 0.0) -> None:
+    def __init__(self, requests: int, busy_since: float = 0.0) -> None:
         self.requests = [None] * requests
-        self.since = time.monotonic() - since
+        self.busy_since = time.monotonic() - busy_since
 
 
-def choice(batch_s: float, busy: list[int], *, holder: int | None = None, sent: int = 0, rebuild_s: float = 0.0) -> Any:
+def choice(
+    batch_s: float, busy: list[int], *, holder: int | None = None, sent_count: int = 0, rebuild_s: float = 0.0
+) -> Any:
     """The number of the worker that is chosen, of some that have so many requests each."""
     pool = Pool.__new__(Pool)
-    pool._depth, pool._batch_s = 2, batch_s
+    pool._prefetch, pool._batch_s = 2, batch_s
     pool._host = SimpleNamespace(now=time.monotonic)  # type: ignore[assignment]
     found: Any = [FakeWorker(requests) for requests in busy]
     pool._workers = found
-    lane = LaneAssignment(b"", NO_FACTS, None if holder is None else found[holder], sent, rebuild_s)
-    chosen = pool._choose(lane)
+    lane = LaneAssignment(b"", NO_FACTS, None if holder is None else found[holder], sent_count, rebuild_s)
+    chosen = pool._choose_worker(lane)
     return None if chosen is None else found.index(chosen)
 
 
@@ -64,8 +66,8 @@ def test_lane_stays_with_its_worker_unless_another_starts_it_sooner() -> None:
 
 
 def test_running_lane_stays_with_its_worker() -> None:
-    assert choice(0.1, [0, 1], holder=1, sent=1) == 1
-    assert choice(0.1, [0, 2], holder=1, sent=2) is None
+    assert choice(0.1, [0, 1], holder=1, sent_count=1) == 1
+    assert choice(0.1, [0, 2], holder=1, sent_count=2) is None
 
 
 @pytest.mark.parametrize("lanes,num_workers", [(12, 5), (3, 4)])

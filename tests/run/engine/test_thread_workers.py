@@ -23,7 +23,7 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import thread_host
-from savable_pipeline.run.engine.thread_host import apart
+from savable_pipeline.run.engine.thread_host import detached_copy
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget
 from savable_pipeline.stages.item_ref import Element
@@ -363,10 +363,10 @@ def test_a_trainer_may_write_to_its_batches(make_shards: Any) -> None:
 
 def test_object_that_is_twice_in_a_batch_is_twice_in_its_copy() -> None:
     array, shared = np.arange(3), [1]
-    made = apart({"a": [array, array], "b": (shared, shared), "c": np.float32(2.5), "d": None}, {})
+    made = detached_copy({"a": [array, array], "b": (shared, shared), "c": np.float32(2.5), "d": None}, {})
     assert made["a"][0] is made["a"][1] is not array and made["b"][0] is made["b"][1] is not shared
     channels_last = torch.rand(2, 3, 32, 32).to(memory_format=torch.channels_last)
-    assert apart(channels_last, {}).stride() == channels_last.stride()
+    assert detached_copy(channels_last, {}).stride() == channels_last.stride()
 
 
 def test_a_trainer_keeps_its_generators_signals_and_number_of_threads(make_shards: Any) -> None:

@@ -293,7 +293,7 @@ def _open(state: dict[str, Any]) -> dict[int, list[int]]:
     from savable_pipeline.run.state.flights import read_flights
 
     flights = [flight for of_lane in read_flights(state).values() for flight in of_lane]
-    return {each.batch: [row for row in range(each.rows) if each.open >> row & 1] for each in flights}
+    return {each.batch: [row for row in range(each.rows) if each.open_rows >> row & 1] for each in flights}
 
 
 def test_requeued_rows_are_yielded_alone_before_prefetched_batches(shards: str) -> None:
@@ -421,7 +421,7 @@ def test_receipts_acknowledged_twice_are_unknown_and_those_of_another_loader_cou
         other.acknowledge(second)
         assert other.in_flight() == (0, None) and _open(own.state_dict()) == {1: [0, 1, 2, 3]}
         own.acknowledge(own.receipts())
-        assert not table_of(own)._handed and not table_of(other)._handed
+        assert not table_of(own)._by_tensor and not table_of(other)._by_tensor
 
 
 def test_receipts_after_a_load_belong_to_the_batch_yielded_after_it(shards: str) -> None:
@@ -467,13 +467,13 @@ def test_unknown_receipts_are_counted_and_others_rejected(shards: str) -> None:
 def test_max_in_flight_waits_for_another_thread_and_raises_after_the_timeout(shards: str) -> None:
     made: list[int] = []
 
-    class Noted(Ids):
+    class Outcomes(Ids):
         def batch(self, items: list[Any], rng: sp.Rng) -> Any:
             made.append(items[0]["id"])
             return super().batch(items, rng)
 
     def pipeline(lane: sp.Lane) -> custom.Stage:
-        return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Noted()), size=4)
+        return sp.Batcher(sp.Encode(sp.TarShardReader(shards, lane), Outcomes()), size=4)
 
     with loader(pipeline, acknowledge=sp.Acknowledge(8), workers=sp.Workers(timeout=0.05)) as own:
         first = next(own)
@@ -537,7 +537,7 @@ def test_lagged_state_has_the_rows_yielded_before_it(shards: str) -> None:
         for _ in range(5):
             next(own)
         assert len(_open(own.state_dict())) == 10
-        assert list(_open(run_of(own).state_dict(at=before))) == [0, 4, 1, 2, 3]
+        assert list(_open(run_of(own).state_dict(position=before))) == [0, 4, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(6))

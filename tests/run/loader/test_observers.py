@@ -34,13 +34,13 @@ class Count(Observer):
         self.batches += 1
         step.batch = (*step.batch, "counted")
 
-    def on_skip(self, at: Position) -> None:
-        self.told.append(f"end of epoch {at.epoch}" if at.is_over else f"skip at {at.slot}")
+    def on_skip(self, position: Position) -> None:
+        self.told.append(f"end of epoch {position.epoch}" if position.is_over else f"skip at {position.slot}")
 
-    def on_save(self, at: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        state["counted"] = at.history.total - lag
+    def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
+        state["counted"] = position.history.total - lag
 
-    def on_load(self, at: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
+    def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         if state is not None and "counted" not in state:
             raise sp.CheckpointMismatchError("the state has no count. Load one that was saved with it.")
         return None if state is None else lambda: setattr(self, "batches", state["counted"])

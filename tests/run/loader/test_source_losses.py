@@ -64,7 +64,7 @@ def blended(root: str, skips: Skips, lane: sp.Lane, *, buffer: int = 20) -> cust
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.funcName == "_warn_of_share"]
+    return [record.getMessage() for record in caplog.records if record.funcName == "_warn_of_fraction"]
 
 
 def steps_until_error(pipeline: Any, *, cut_every: int = 0, most: int = 400, **settings: Any) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import savable_pipeline as sp
-from savable_pipeline.run.engine.sealed_job import main_module
+from savable_pipeline.run.engine.sealed_job import main_module_data
 from savable_pipeline.run.nodes import agent as node_agent
 from savable_pipeline.run.nodes import agreement, wire
 from savable_pipeline.run.transport.channel import Channel
@@ -80,7 +80,7 @@ def test_a_stale_source_file_of_the_user_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def here() -> tuple[agreement.Requirements, dict[str, Any]]:
-    main = main_module()
+    main = main_module_data()
     return agreement.requirements_of(pickle.dumps(partial(number_pipeline, "x")), main), main
 
 
@@ -130,7 +130,7 @@ def test_a_node_without_cryptography_is_rejected(monkeypatch: pytest.MonkeyPatch
     found: list[tuple[int, bytes]] = []
     for trusted in (False, True):
         ours, theirs = socket.socketpair()
-        node = node_agent.NodeSession(Channel(ours, waits=False), 1)
+        node = node_agent.NodeSession(Channel(ours, blocking=False), 1)
         secret = wire.Secret(b"a" * 64, b"a" * 64, trusted)
         control = socket.socketpair()
         node._add_connection(control[0], secret)

@@ -38,7 +38,7 @@ def connected(agent: Agent) -> socket.socket:
 
 def greeted(agent: Agent, key: bytes, purpose: int = wire.FOR_SESSION) -> tuple[socket.socket, wire.Secret]:
     end = connected(agent)
-    return end, wire.greet(end, key, wire.Wanted(purpose, os.urandom(16), False))
+    return end, wire.greet(end, key, wire.LinkRequest(purpose, os.urandom(16), False))
 
 
 def is_refused(end: socket.socket) -> bool:
@@ -59,7 +59,7 @@ def test_a_wrong_key_is_rejected_by_either_side(guarded: tuple[Agent, Path]) -> 
     ours, theirs = socket.socketpair()
     theirs.sendall(wire.new_hello() + bytes(32))  # no agent, but who wants a trainer to unpickle
     with pytest.raises(ConnectionError, match="has another key"):
-        wire.greet(ours, b"a key of ours, a secret", wire.Wanted(1, bytes(16), False))
+        wire.greet(ours, b"a key of ours, a secret", wire.LinkRequest(1, bytes(16), False))
 
 
 HUGE = wire.HEADER.pack(wire.WIRE_MAGIC, 1, 9, 0, 1 << 60, bytes(32), bytes(16)) * 3
@@ -98,14 +98,14 @@ def test_a_recorded_handshake_cannot_be_replayed(guarded: tuple[Agent, Path]) ->
 
     with Heard() as end:
         end.connect(("127.0.0.1", guarded[0].port))
-        wire.greet(end, key, wire.Wanted(wire.FOR_SESSION, os.urandom(16), False))
+        wire.greet(end, key, wire.LinkRequest(wire.FOR_SESSION, os.urandom(16), False))
     with connected(guarded[0]) as again:
         again.sendall(said[0])
         assert is_refused(again)
 
 
 SECRET = wire.Secret(b"a" * 64, b"b" * 64)
-OTHER_END = wire.Secret(SECRET.receives, SECRET.sends)
+OTHER_END = wire.Secret(SECRET.receive_key, SECRET.send_key)
 BODY = bytes(range(256)) * 40
 
 
@@ -152,7 +152,7 @@ def test_mutated_stream_never_yields_another_frame(trusted: bool) -> None:
     draw = random.Random(f"streams {trusted}")
     here, there = SECRET._replace(trusted=trusted), OTHER_END._replace(trusted=trusted)
     frames = sent(here, b"0", b"1", b"2", b"3", body=b"" if trusted else BODY)
-    foreign = sent(here._replace(sends=b"c" * 64), b"4") + sent(there, b"5")  # another connection's; the other end's
+    foreign = sent(here._replace(send_key=b"c" * 64), b"4") + sent(there, b"5")  # another connection's; the other end's
     for _ in range(300):
         stream = [bytes(each) for each in frames]
         for _ in range(draw.randint(1, 3)):
@@ -203,7 +203,7 @@ def test_body_is_authenticated_with_aes_gcm(at_once: int, monkeypatch: pytest.Mo
     for number, body in enumerate([[BODY], [BODY[:1], b"", BODY[1:77], BODY[77:]]]):
         link.send(wire.ANSWER, b"", body)
         *_, code = wire.HEADER.unpack_from(theirs.recv(1 << 20))
-        assert code == AESGCM(SECRET.sends[32:]).encrypt(number.to_bytes(12, "little"), b"", BODY)
+        assert code == AESGCM(SECRET.send_key[32:]).encrypt(number.to_bytes(12, "little"), b"", BODY)
 
 
 def test_keys_differ_by_connection_and_by_direction() -> None:
@@ -213,11 +213,11 @@ def test_keys_differ_by_connection_and_by_direction() -> None:
         hello = wire.new_hello()
         theirs.sendall(hello)
         with ThreadPoolExecutor(1) as pool:
-            greeted = pool.submit(wire.greet, ours, key, wire.Wanted(1, bytes(16), False))
+            greeted = pool.submit(wire.greet, ours, key, wire.LinkRequest(1, bytes(16), False))
             found = wire.check_reply(key, hello, theirs.recv(4096))
             assert found is not None
             theirs.sendall(found[0])
-            assert greeted.result() == (found[2].receives, found[2].sends, False)
+            assert greeted.result() == (found[2].receive_key, found[2].send_key, False)
         secrets.append(found[2])
     parts = [raw[at : at + 32] for each in secrets for raw in each[:2] for at in (0, 32)]
     assert len(set(parts)) == 8
@@ -230,7 +230,7 @@ def test_mutated_handshake_is_rejected() -> None:
         ours, theirs = socket.socketpair()
         theirs.sendall(hello + bytes(32))
         with pytest.raises(ConnectionError, match="has another key"):
-            wire.greet(ours, key, wire.Wanted(1, bytes(16), False))
+            wire.greet(ours, key, wire.LinkRequest(1, bytes(16), False))
         reply = bytearray(theirs.recv(4096))
         assert wire.check_reply(key, hello, reply) is not None
         assert wire.check_reply(key, wire.new_hello(), reply) is None  # it was for another connection

@@ -305,7 +305,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
     shards: str, one: tuple[list[Agent], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket_host, "_RETRY_S", 0.1)
-    monkeypatch.setattr(socket_host, "_ALONE_S", 0.5)
+    monkeypatch.setattr(socket_host, "_NO_AGENT_S", 0.5)
     monkeypatch.setattr(socket_host, "_MOST_FAILED", 1)
     proxy = FaultyProxy(one[0][0].port)
     proxy.troubles = {"changed": 1.0}
@@ -316,7 +316,7 @@ def test_a_network_that_changes_every_body_is_an_error_that_names_the_connection
         with pytest.raises(sp.WorkerError, match=changed):
             next(loader)
         proxy.troubles = {}
-        monkeypatch.setattr(socket_host, "_ALONE_S", 120.0)
+        monkeypatch.setattr(socket_host, "_NO_AGENT_S", 120.0)
         assert bool((next(loader) == next(sp.SavableLoader(pipeline, seed=3, lanes=LANES))).all())
     proxy.close()
 
@@ -334,7 +334,7 @@ def test_socket_workers_need_cryptography_or_a_trusted_network(tmp_path: Path, m
 def test_when_no_agent_answers_each_is_named_with_its_reason(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket_host, "_FIRST_S", 1.0)
+    monkeypatch.setattr(socket_host, "_FIRST_AGENT_S", 1.0)
     workers = sp.SocketWorkers(["127.0.0.1:1"], key_file=write_key(tmp_path))
     loader = sp.SavableLoader(partial(number_pipeline, shards), seed=3, lanes=LANES, workers=workers)
     with loader, pytest.raises(sp.WorkerError, match=r"answered in 1 s \(127\.0\.0\.1:1: .*refused.*savable serve"):

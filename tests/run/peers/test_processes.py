@@ -66,11 +66,11 @@ def test_a_peer_that_is_killed_or_stopped_ends_all_by_name(
         waited = rf"rank \d waited {STOPPED_TIMEOUT_S:g} s for rank {victim}\."
         assert re.match(waited if kind == "SIGSTOP" else f"rank {victim} ended", seen[rank]["error"])
         assert seen[rank]["waited_s"] < 4 * STOPPED_TIMEOUT_S
-        taken = len(seen[rank]["batches"])
-        assert 3 <= taken <= 6 and seen[rank]["batches"] == next_hashes(unshared_loader(shards), taken)
+        taken_count = len(seen[rank]["batches"])
+        assert 3 <= taken_count <= 6 and seen[rank]["batches"] == next_hashes(unshared_loader(shards), taken_count)
         resumed = unshared_loader(shards)
         resumed.load_state_dict(seen[rank]["state"])
-        assert next_hashes(resumed, 3) == next_hashes(unshared_loader(shards), taken + 3)[taken:]
+        assert next_hashes(resumed, 3) == next_hashes(unshared_loader(shards), taken_count + 3)[taken_count:]
 
 
 def test_first_ranks_in_two_data_groups_are_rejected(make_shards: MakeShards, tmp_path: Path) -> None:

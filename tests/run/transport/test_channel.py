@@ -15,7 +15,7 @@ from savable_pipeline.run.transport.channel import Channel
 
 def pair() -> tuple[Channel, Channel]:
     ours, theirs = socket.socketpair()
-    return Channel(ours, waits=False), Channel(theirs, waits=True)
+    return Channel(ours, blocking=False), Channel(theirs, blocking=True)
 
 
 def open_files() -> int:

@@ -155,7 +155,7 @@ def test_batch_that_outgrows_its_segment_is_moved() -> None:
     passing = Passing()
     passing(b"a" * 70_000)
     for size in (200_000, 400_000, 10, 10):
-        passing.writer.begin()
+        passing.writer.start_batch()
         part = passing.writer.allocate(60_000)
         assert part is not None
         part[:] = b"p" * 60_000
@@ -175,7 +175,7 @@ def test_segment_with_memory_kept_by_the_worker_is_not_reused() -> None:
     kept[:] = b"k" * 4000
     passing(kept)
     for _ in range(4):
-        passing.writer.begin()
+        passing.writer.start_batch()
         part = passing.writer.allocate(4000)
         assert part is not None
         part[:] = b"z" * 4000
@@ -188,7 +188,7 @@ def test_memory_allocated_for_a_failed_batch_is_reused() -> None:
     passing = Passing()
     passing(b"a" * 5000)
     for _ in range(10):
-        passing.writer.begin()
+        passing.writer.start_batch()
         part = passing.writer.allocate(4000)
         assert part is not None
         del part

@@ -195,7 +195,7 @@ def test_identical_item_objects_are_distinguished_by_position() -> None:
     assert packs.ref == (1, (2, 0, 0), (3, 0, 0))
 
 
-class Noted(Items):
+class Outcomes(Items):
     """Gives dicts."""
 
     def __next__(self) -> Any:
@@ -208,7 +208,7 @@ def test_item_changed_by_the_function_is_an_error() -> None:
         items[1]["total"] = 7
         return [items]
 
-    stage = custom.ItemPacker(Noted([1, 2, 3]), size=3, select=select, encoder=Drawing())
+    stage = custom.ItemPacker(Outcomes([1, 2, 3]), size=3, select=select, encoder=Drawing())
     with pytest.raises(sp.EncodeError, match="it changed 'total' of a dict"):
         next(stage)
 
