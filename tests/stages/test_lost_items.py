@@ -13,6 +13,8 @@ import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.run.state.lane_state import LaneState, unpack_state
 from savable_pipeline.run.state.state_dict import lane_name
+from savable_pipeline.stages.chunked_stage import chunked
+from savable_pipeline.stages.item_ref import Element
 from tests.conftest import write_numbered_shards
 from tests.support.streams import through_a_file
 
@@ -373,3 +375,23 @@ def test_a_pack_of_packs_has_a_size_for_each_pack_that_lost_items(shards: str, k
         assert packs.sizes is not None and len(packs.sizes) == len(packs.ref) - 1
         sizes += packs.sizes
     assert sum(length for length, _ in sizes) == sum(map(length_of, set(range(SAMPLES)) - BAD))
+
+
+class Unchanged(custom.PassThrough, custom.ItemStage):
+    """A user's stage of all elements of its source."""
+
+    def __next__(self) -> Any:
+        return next(self.source)
+
+
+def test_own_stage_that_changes_no_element_rebuilds_as_its_source(shards: str) -> None:
+    encoder = Texts()
+    items = sp.Encode(sp.TarShardReader(shards, sp.Lane(), shuffle=False), encoder, on_error="skip")
+    own = Unchanged(sp.OnlinePacker(Unchanged(items), max_length=20, policy="first_fit"))
+    whole = next(own)
+    encoder.bad = frozenset([whole[1][0]])
+    element = Element(own.ref)
+    chunked(own).make([element])
+    assert element.value == [whole[0], *whole[2:]] and element.ref == (*own.ref[:2], *own.ref[3:])
+    certain = Unchanged(sp.Encode(sp.TarShardReader(shards, sp.Lane(), shuffle=False), Texts()))
+    assert chunked(certain).is_certain((0, 0, 0)) and not chunked(Unchanged(items)).is_certain((0, 0, 0))

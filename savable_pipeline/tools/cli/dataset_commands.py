@@ -181,7 +181,7 @@ def index(
     from savable_pipeline.data.dataset.media_indexing import reject_remote
     from savable_pipeline.data.shards.metadata import WRITTEN, unfinished
     from savable_pipeline.data.stores.opening import index_any
-    from savable_pipeline.tools.convert.describe import describe_indexed
+    from savable_pipeline.tools.convert.describe import write_energon_files
 
     with errors_as_lines():
         if media:
@@ -189,7 +189,7 @@ def index(
         with engine_named(engine, workers) as cluster, progress_shown(err, "indexing", "shards") as progress:
             index_path, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if (Path(path) / WRITTEN).is_dir() and not faults:
-                describe_indexed(Path(path), index_path)
+                write_energon_files(Path(path), index_path)
         _print_index(index_path, faults)
         if text := unfinished(Path(path)):
             err.print(escape_markup(f"warning: {text}"))

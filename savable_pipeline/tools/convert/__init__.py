@@ -1,12 +1,12 @@
 """Conversion into shards: `convert` is `sp.convert`.
 
-The command calls `run_conversion`.
+The command `savable convert` calls `run_conversion`.
 
-conversion    the whole of it                    source        the source, opened once in each process
-options       settings and report                prepare       its settings, and what its store does not read
-manifest      whether it is the same conversion  ranges        ranges of its rows, one for each job
+conversion    all steps of a conversion          source        files to convert, opened once in each process
+options       settings and report                prepare       settings of their store, and files that it rejects
+manifest      recognizes the same conversion     ranges        ranges of rows, one for each job
 range_job     writes one range                   samples       keys and parts of rows, and rejects
-shard_series  one shard after another            part_data     the check of a part
+shard_series  one shard after another            part_data     bytes of a part, and their check
 jobs          processes and machines             ray_engine    machines of a Ray cluster
 finish        names, index, rejects, warnings    describe      index, and metadata for Energon
 target        a folder or a bucket               shard_writer  `sp.ShardWriter`

@@ -1,10 +1,9 @@
 """`convert`: a conversion whose output depends only on its input.
 
-A killed run continues where it ended:
-
     source ─ recognize ─ open ─ cut ranges of rows ─ write each range, in any order ─ join small shards ─ name, index
 
-Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. A finished range is not written again.
+Unfinished work is in `.nv-meta/savable.convert/`, which the last step removes. After a kill, the same call continues.
+It writes only the ranges that are not finished.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def convert(
             installed; those that fail are rejected.
         allow_outside: Whether to read files outside the source that links or fields name.
         key_field: Of records, the field with a sample's key. Default: the index of the record.
-        key_end: The dot of a file's name that ends the key; with "last", dots before it become "_". None: the first,
+        key_end: The dot of a file's name that ends the key; with "last", dots earlier it become "_". None: the first,
             and an error if that seems to merge separate samples, or if only a few samples have two images, recordings
             or videos.
         classes: Of a folder, whether a sample's top folder becomes its part `cls`, as a number: the position in
@@ -114,7 +113,7 @@ def convert(
     Returns:
         A report. The output is `samples`, `shards` and `size` in bytes. Skipped are `rejected`, each with `file`,
         `key`, `reason` and `detail`, and `hidden`, the number of hidden files and folders. `warnings` are strings,
-        `nulls` has by column the number of rows without a value, and `already` says whether everything existed before.
+        `nulls` has by column the number of rows without a value, and `already` says whether everything existed earlier.
 
     Raises:
         ValueError: A setting is wrong, or the source cannot be converted.
@@ -138,19 +137,19 @@ def convert(
         key_field=key_field,
         key_end=key_end,
         classes=classes if isinstance(classes, bool) else tuple(class_names(classes)),
-        file_fields=_listed("file_fields", file_fields),
-        split=tuple((name, _share(share)) for name, share in (split or {}).items()),
-        only=_listed("only", only) or (),
+        file_fields=_as_tuple("file_fields", file_fields),
+        split=tuple((name, _as_decimal(fraction)) for name, fraction in (split or {}).items()),
+        only=_as_tuple("only", only) or (),
         unpacked_bytes=unpacked_bytes,
     )
-    found = find_files(source, format)
+    files = find_files(source, format)
     with _engine_of(engine, workers) as cluster:
         return run_conversion(
-            found,
+            files,
             target if isinstance(target, str) else Path(target),
             options,
             files_from=None if files_from is None else Path(files_from),
-            keys=_listed("keys", keys),
+            keys=_as_tuple("keys", keys),
             reshard=reshard,
             workers=workers,
             engine=cluster,
@@ -158,24 +157,25 @@ def convert(
         )
 
 
-def _listed(name: str, texts: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return a tuple. Raises ValueError for one str, whose characters would be taken for the strings."""
-    if isinstance(texts, str):
-        raise ValueError(f"{name} must be a list, not a str. Pass [{texts!r}]")
-    found = None if texts is None else tuple(texts)
+def _as_tuple(name: str, values: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the values of the argument `name` as a tuple. Raises ValueError for a str, which is no list."""
+    if isinstance(values, str):
+        raise ValueError(f"{name} must be a list, not a str. Pass [{values!r}]")
+    found = None if values is None else tuple(values)
     if name == "only" and found == ():
         raise ValueError("only= names no part. Pass extensions, such as jpg and txt, or None for all")
     return found
 
 
-def _share(share: float | str) -> str:
-    """Format a fraction for the command: 0.00001, never 1e-05."""
-    return share if isinstance(share, str) else f"{Decimal(str(share)):f}"
+def _as_decimal(fraction: float | str) -> str:
+    """Return a fraction as `Options.split` has it: 0.00001, never 1e-05."""
+    return fraction if isinstance(fraction, str) else f"{Decimal(str(fraction)):f}"
 
 
 def _engine_of(
     engine: Literal["ray"] | Engine | None, workers: int | None
 ) -> contextlib.AbstractContextManager[Engine | None]:
+    """Return a context with the engine, or with None for processes of this machine."""
     if not isinstance(engine, str):
         return contextlib.nullcontext(engine)
     if engine != "ray":
@@ -186,7 +186,7 @@ def _engine_of(
 
 
 SampleProgress: TypeAlias = Callable[[int, int, int], None]  # samples done, all samples, bytes done
-_LITTLE_BYTES = 100_000_000  # bytes that one process converts before others would have started
+_ALONE_BYTES = 100_000_000  # one process converts so many bytes before others would have started
 
 
 def run_conversion(
@@ -212,42 +212,34 @@ def run_conversion(
             raise ValueError(f"workers must be 1 or more, not {workers}")
         if engine is not None:  # the machines of an engine have other current folders
             output = replace(output, folder=output.folder.absolute())
-        _check_addresses(source, output, reshard)
-        wanted = None if keys is None else frozenset(keys)
-        if wanted is not None and not wanted:
+        _check_source(source, output.folder if output.bucket is None else output.bucket.url, reshard)
+        _reject_other_shards(output)
+        chosen = None if keys is None else frozenset(keys)
+        if chosen is not None and not chosen:
             raise ValueError("keys= is empty. Name the samples to take, or pass None for all")
         with room_on(output.folder), _work_in(output):
-            found = prepare_source(source, options, files_from, output, wanted)
-            manifest, newest_ns = manifest_of(found, options, wanted)
-            before = read_manifest(output.folder)
-            jobs = _jobs(output, found, options, wanted)
-            workers = workers or (1 if found.size < _LITTLE_BYTES else os.cpu_count() or 1)
+            prepared = prepare_source(source, options, files_from, output, chosen)
+            manifest, newest_ns = manifest_of(prepared, options, chosen)
+            earlier = read_manifest(output.folder)
+            jobs = _jobs(output, prepared, options, chosen)
+            workers = workers or (1 if prepared.size < _ALONE_BYTES else os.cpu_count() or 1)
 
             def do(jobs: list[RangeJob]) -> set[str]:
                 return do_jobs(jobs, output.work, workers, engine, progress)
 
-            report = None if before is None else _resumed(output, manifest, before, newest_ns, jobs, do)
+            report = None if earlier is None else _resumed(output, manifest, earlier, newest_ns, jobs, do)
             if report is None:
                 write_manifest(output.folder, manifest)
                 output.start_again()
                 do(jobs)
                 jobs = jobs_with_repeats(jobs)
                 do(jobs)
-                report = finish(output, found, options, jobs, manifest)
+                report = finish(output, prepared, options, jobs, manifest)
         return report
 
 
-def _check_addresses(source: SourceFiles, output: Target, reshard: bool) -> None:
-    _check_reshard(source, reshard)
-    _check_apart(source.path, output.folder if output.bucket is None else output.bucket.url)
-    _reject_other_shards(output)
-
-
-def _check_reshard(source: SourceFiles, reshard: bool) -> None:
-    """Check that tars are converted with `reshard`, and other formats without.
-
-    Raises ValueError.
-    """
+def _check_source(source: SourceFiles, target: Path | str, reshard: bool) -> None:
+    """Raise ValueError for tars without `reshard`, other formats with it, and a target in the source or around it."""
     if source.form == TARS and not source.packed and not reshard:
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.read("{source.path}"), or pass '
@@ -255,6 +247,14 @@ def _check_reshard(source: SourceFiles, reshard: bool) -> None:
         )
     if reshard and source.form != TARS:
         raise ValueError(f"{source.path} has the {source.words}: --reshard is only for tars")
+    if "://" in source.path and isinstance(target, str):
+        inner, outer = f"{source.path.rstrip('/')}/", f"{target.rstrip('/')}/"
+        if inner.startswith(outer) or outer.startswith(inner):
+            raise ValueError(f"{target} and {source.path} must not contain each other. Convert to another URL")
+    elif "://" not in source.path and not isinstance(target, str):
+        first, second = Path(source.path).resolve(), target.resolve()
+        if first.is_dir() and (first == second or second in first.parents or first in second.parents):
+            raise ValueError(f"{target} and {source.path} must not contain each other. Convert into another folder")
 
 
 @contextlib.contextmanager
@@ -277,53 +277,42 @@ def _work_in(output: Target) -> Iterator[None]:
         shutil.rmtree(work)
 
 
-def _jobs(output: Target, found: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
-    first = RangeJob(
-        name="", source=found.source, spans=(), options=options, work=output.work, keys=keys, bucket=output.bucket
+def _jobs(output: Target, prepared: Prepared, options: Options, keys: frozenset[str] | None) -> list[RangeJob]:
+    """Return a job for each range."""
+    job = RangeJob(
+        name="", source=prepared.source, spans=(), options=options, work=output.work, keys=keys, bucket=output.bucket
     )
-    return [replace(first, name=f"{number:06d}", spans=spans) for number, spans in enumerate(found.ranges)]
+    return [replace(job, name=f"{number:06d}", spans=spans) for number, spans in enumerate(prepared.ranges)]
 
 
 def _resumed(
     output: Target,
     manifest: Manifest,
-    before: Manifest,
+    earlier: Manifest,
     newest_ns: int,
     jobs: list[RangeJob],
     do: Callable[[list[RangeJob]], set[str]],
 ) -> Report | None:
-    """Return the report of a finished conversion, or None for an unfinished one.
+    """Return the report of the conversion in this folder, or None if it is not finished.
 
-    Files that may have been written since are compared with what was converted. Raises `SavableError` for another
-    conversion.
+    Files that may have been written since it started are compared with what it converted. `do` does jobs, and returns
+    the names of files that differ. Raises `SavableError` if the folder has another conversion.
     """
-    if output.bucket is None or before.done:  # otherwise an unfinished conversion starts again
-        check_same(output.folder, manifest, before)
-    report = finished_report(output, before)
-    if may_have_changed(output.folder, manifest, before, newest_ns):
-        firsts = itertools.accumulate((8 * count for count in before.hashes), initial=0)
-        known: Iterable[Hashes | None] = map(Hashes, itertools.repeat(output.folder / HASHES), firsts, before.hashes)
+    if output.bucket is None or earlier.done:  # otherwise an unfinished conversion starts again
+        check_same(output.folder, manifest, earlier)
+    report = finished_report(output, earlier)
+    if may_have_changed(output.folder, manifest, earlier, newest_ns):
+        starts = itertools.accumulate((8 * count for count in earlier.hashes), initial=0)  # in bytes
+        known: Iterable[Hashes | None] = map(Hashes, itertools.repeat(output.folder / HASHES), starts, earlier.hashes)
         if report is None:
             known = (job.content_hashes() if job.is_finished and job.bucket is None else None for job in jobs)
         compared = [replace(job, hashes=hashes) for job, hashes in zip(jobs, known, strict=True) if hashes is not None]
-        if files := sorted(do(compared)):
-            raise changed_files(output.folder, manifest, before, files)
+        if changed := sorted(do(compared)):
+            raise changed_files(output.folder, manifest, earlier, changed)
         if report is not None:
-            write_manifest(
-                output.folder, msgspec.structs.replace(before, versions=manifest.versions, source_id=manifest.source_id)
-            )
+            same = msgspec.structs.replace(earlier, versions=manifest.versions, source_id=manifest.source_id)
+            write_manifest(output.folder, same)
     return report
-
-
-def _check_apart(source: str, target: Path | str) -> None:
-    if "://" in source and isinstance(target, str):
-        inner, outer = f"{source.rstrip('/')}/", f"{target.rstrip('/')}/"
-        if inner.startswith(outer) or outer.startswith(inner):
-            raise ValueError(f"{target} and {source} must not contain each other. Convert to another URL")
-    elif "://" not in source and not isinstance(target, str):
-        first, second = Path(source).resolve(), target.resolve()
-        if first.is_dir() and (first == second or second in first.parents or first in second.parents):
-            raise ValueError(f"{target} and {source} must not contain each other. Convert into another folder")
 
 
 def _reject_other_shards(output: Target) -> None:

@@ -1,9 +1,9 @@
 """Last steps of a conversion: join small shards, name all, write the index.
 
     000000/000000.tar  000000/000001.tar  000001/000000.tar       ─▶  000000.tar  000001.tar  000002.tar
-    more than 1.15 times the fewest possible: the last of each range ─ joined in their order ─▶  joined/…
 
-Each step may be repeated after a kill: the records of the ranges stay until the conversion is done.
+With more than 1.15 times the fewest possible shards, the last shards of the ranges, which may be small, are joined in
+their order into `joined-SPLIT/`. Each step may be repeated after a kill: the records of the ranges stay until the end.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import msgspec
 from savable_pipeline.core.files import replace_file, replacing
 from savable_pipeline.core.wording import counted, human_bytes, listed
 from savable_pipeline.data.shards.index import ShardTable
+from savable_pipeline.data.shards.index_making import write_index
+from savable_pipeline.data.shards.metadata import INDEX_NAME
 from savable_pipeline.data.shards.number_spool import NumberSpool
 from savable_pipeline.data.shards.part_types import dotted_parts, lacking_parts
 from savable_pipeline.data.shards.tar_format import tar_idx
 from savable_pipeline.data.stores.folder_store import FOLDER, SPLITS
 from savable_pipeline.data.stores.table_store import A_URL
 from savable_pipeline.data.stores.tar_store import TARS
-from savable_pipeline.tools.convert.describe import describe_tables
+from savable_pipeline.tools.convert.describe import write_energon_files
 from savable_pipeline.tools.convert.manifest import Manifest, write_manifest
 from savable_pipeline.tools.convert.options import CLASSES, HASHES, REJECTED, Options, Report
 from savable_pipeline.tools.convert.prepare import NO_FILES, Prepared, check_keys, check_parts
@@ -36,9 +38,9 @@ from savable_pipeline.tools.convert.shard_series import room_in
 from savable_pipeline.tools.convert.source import TABLES
 from savable_pipeline.tools.convert.target import Target
 
-_MOST = 1.15  # small shards are joined above this multiple of the fewest possible
-_MUCH_REPEATED = 1.1  # a warning above this multiple of the bytes of the files that records name
-_COUNTED = re.compile(r"[0-9._-]{3,}")  # numbered parts of a large dataset, and dates
+_MOST_SHARDS = 1.15  # as a multiple of the fewest possible; small shards are joined if there are more
+_MUCH_REPEATED = 1.1  # as a multiple of the bytes of the files that records name; more is a warning
+_DIGITS = re.compile(r"[0-9._-]{3,}")  # names of folders that are numbers or dates, so no classes
 
 
 def finish(
@@ -88,14 +90,14 @@ def finish(
 def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
     """Return the jobs, with new ones for ranges in which keys are repeated.
 
-    A new job knows which samples have a repeated key, and writes the range again. Memory grows only with the number of
-    repeated keys.
+    A new job has another name, under which it writes the range again, and `repeats`. Memory grows only with the number
+    of repeated keys.
     """
     keys, firsts = NumberSpool(), [0]
     for job in jobs:
         keys.write(hashes := job.key_hashes())
         firsts.append(firsts[-1] + len(hashes))
-    met, repeats = set[int](), dict[int, bytearray]()
+    met, repeats = set[int](), dict[int, bytearray]()  # hashes of keys; bits of samples, by the number of the job
     for position, key in keys.repeated() if firsts[-1] else ():
         if key in met or jobs[0].source.form == FOLDER:  # among files of a folder with one key, no file is the first
             number = bisect.bisect_right(firsts, position) - 1
@@ -103,18 +105,20 @@ def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
             sample = position - firsts[number]
             bits[sample >> 3] |= 1 << (sample & 7)
         met.add(key)
-    again = [(job, bytes(repeats.get(number, b""))) for number, job in enumerate(jobs)]
-    return [replace(job, name=f"{job.name}-again", repeats=bits) if bits else job for job, bits in again]
+    return [
+        replace(job, name=f"{job.name}-again", repeats=bytes(repeats[number])) if number in repeats else job
+        for number, job in enumerate(jobs)
+    ]
 
 
 def _joined(jobs: list[RangeJob], split: str, shards: list[WrittenShard], options: Options) -> list[WrittenShard]:
-    """Return the shards, with the last ones of the ranges joined if these are too many."""
+    """Return the shards of a split. If there are too many, the last shards of the ranges are joined."""
     room = max(1, room_in(options.shard_bytes))
     fewest = -(-sum(shard.entry.size for shard in shards) // room)
     if options.shard_samples is not None:
         fewest = max(fewest, -(-sum(shard.entry.samples for shard in shards) // options.shard_samples))
     last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].range != shard.range]
-    if len(shards) <= _MOST * fewest or len(last) < 2:
+    if len(shards) <= _MOST_SHARDS * fewest or len(last) < 2:
         return shards
     job = replace(jobs[0], name=f"joined-{split}")
     if not job.is_finished:
@@ -123,12 +127,13 @@ def _joined(jobs: list[RangeJob], split: str, shards: list[WrittenShard], option
     ends = [*itertools.accumulate(shards[i].entry.samples for i in last)]
     firsts = itertools.accumulate((shard.entry.samples for shard in joined), initial=0)
     found = {(i, 0): shards[i] for i in {*range(len(shards))}.difference(last)}
-    for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):  # where the first of its samples was
+    for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):  # in place of its first sample's shard
         found[last[bisect.bisect_right(ends, first)], number] = shard
     return [found[order] for order in sorted(found)]
 
 
 def _named(split: str, shards: list[WrittenShard]) -> Iterator[tuple[str, WrittenShard]]:
+    """Yield the final name of each shard of a split, and the shard."""
     width = max(6, len(str(len(shards) - 1)))
     prefix = f"{split}-" if split else ""
     return ((f"{prefix}{number:0{width}d}.tar", shard) for number, shard in enumerate(shards))
@@ -154,11 +159,11 @@ def _publish(
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
         output.publish_shard(f"{shard.range}/{shard.entry.name}", name)
     if names:
-        counts = {name: shard.entry.samples for name, shard in names.items()}
+        write_index(output.work / "savable.index", tables(), TARS)
+        (output.work / "savable.index").replace(output.folder / INDEX_NAME)
         has_texts = found.source.form in TABLES and (not options.only or "json" in map(str.lower, options.only))
         texts = frozenset(TEXT_FIELDS if has_texts else ()) - statistics.not_texts
-        layouts, parts = map(frozenset, statistics.layouts), tuple(splits) if options.split else ()
-        describe_tables(output.folder, output.work, tables(), counts, layouts, texts, parts)
+        write_energon_files(output.folder, output.folder / INDEX_NAME, texts, splits if options.split else ())
 
 
 def _warnings(found: Prepared, options: Options, samples: int, statistics: Statistics) -> list[str]:
@@ -202,7 +207,7 @@ def _repeated_files(found: Statistics) -> list[str]:
 def _classes_hint(samples: int, found: Statistics) -> list[str]:
     """Return a hint if folders look like classes: each sample is one medium, and no folder is a split."""
     names = found.folders
-    if found.others or not 1 < len(names) <= samples // 2 or names <= SPLITS or all(map(_COUNTED.fullmatch, names)):
+    if found.others or not 1 < len(names) <= samples // 2 or names <= SPLITS or all(map(_DIGITS.fullmatch, names)):
         return []
     return [
         f"the folders {listed(sorted(names))} look like classes: --classes gives each sample its folder's number "

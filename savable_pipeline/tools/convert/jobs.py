@@ -1,9 +1,9 @@
-"""Processes and machines that write ranges. None outlives the conversion.
+"""Processes and machines that write ranges.
 
 None outlives the conversion, however that ends.
 
-    conversion ── a range, one job ─────▶ workers: each shares the lock of the work folder while it lives
-         │     ◀── its rows and bytes ──
+    conversion ── a range, one job ────────▶ workers: each shares the lock of the work folder while it lives
+         │     ◀── rows and bytes written ──
          └─ killed: the workers cannot send, and exit; the next conversion waits until that lock is free
 
 Workers take jobs in any order, and the bytes do not depend on it. The machines of an engine see the same folders, or
@@ -41,21 +41,21 @@ _SERVE = "savable_pipeline.tools.convert.jobs:serve_ranges"
 def do_jobs(
     jobs: list[RangeJob], work: Path, workers: int, engine: Engine | None, progress: Callable[[int, int, int], None]
 ) -> set[str]:
-    """Write the ranges that are not finished, or compare them.
+    """Do the jobs whose ranges are not finished, and those that compare ranges.
 
-    This process, several processes, or the machines of an engine do the jobs. `progress` is called with the rows done,
-    all of them, and the bytes done.
+    This process, several processes, or the machines of an engine do them. `progress` is called with the number of rows
+    done, that of all rows, and the bytes done.
 
-    Returns the names of files that changed. Raises `WorkerError` if a process dies, and the errors of `write_range` and
-    of the engine.
+    Returns the names of files that changed, of the jobs that compare. Raises `WorkerError` if a process dies, and the
+    errors of `write_range` and of the engine.
     """
-    for path in work.glob("[0-9]*.*"):  # attempts of a killed conversion
+    for path in work.glob("[0-9]*.*"):  # folders of attempts of a killed conversion
         shutil.rmtree(path, ignore_errors=True)
-    missing = [job for job in jobs if job.hashes is not None or not job.is_finished]
-    if not missing and jobs:
+    remaining = [job for job in jobs if job.hashes is not None or not job.is_finished]
+    if not remaining and jobs:
         return set()
     total, changed = sum(job.rows for job in jobs), set[str]()
-    done = [total - sum(job.rows for job in missing), 0]
+    done = [total - sum(job.rows for job in remaining), 0]
 
     def note(rows: int, size: int) -> None:
         done[:] = done[0] + rows, done[1] + size
@@ -63,13 +63,13 @@ def do_jobs(
 
     note(0, 0)
     if engine is not None:
-        each = _by_engine(engine, missing)
-    elif min(workers, len(missing)) > 1:
-        each = _in_workers(missing, work, workers, note)
+        results = _by_engine(engine, remaining)
+    elif min(workers, len(remaining)) > 1:
+        results = _in_workers(remaining, work, workers, note)
     else:
-        each = ((job, write_range(job, note)) for job in missing)
-    with contextlib.closing(each):
-        for job, written in each:
+        results = ((job, write_range(job, note)) for job in remaining)
+    with contextlib.closing(results):
+        for job, written in results:
             if job.hashes is None:
                 job.note(written)
             changed.update(written.changed)
@@ -80,19 +80,20 @@ def do_jobs(
 def _in_workers(
     jobs: list[RangeJob], work: Path, workers: int, note: Callable[[int, int], None]
 ) -> Generator[tuple[RangeJob, Written], None, None]:
+    """Yield each job and its result. `note` is called with rows and bytes while jobs are done."""
     with _sigterm_exits(), contextlib.closing(each_job(_SERVE, (os.fspath(work),), jobs, workers)) as answers:
         for job, answer in answers:
             if answer is None:
                 raise WorkerError(
                     "a writer process was killed, perhaps out of memory. Run the command again with fewer --workers"
                 )
-            found = pickle.loads(answer.removeprefix(NOTE))
-            if isinstance(found, Exception):
-                raise found
+            result = pickle.loads(answer.removeprefix(NOTE))
+            if isinstance(result, Exception):
+                raise result
             if answer.startswith(NOTE):
-                note(*found)
+                note(*result)
             else:
-                yield job, found
+                yield job, result
 
 
 @contextlib.contextmanager
@@ -110,7 +111,7 @@ def _sigterm_exits() -> Iterator[None]:
 
 
 def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) -> None:
-    """Run jobs in the child process, and send the result or error of each."""
+    """Run jobs in the child process, and send the result or error of each job."""
     fcntl.flock(os.open(work, os.O_RDONLY), fcntl.LOCK_SH)  # stays open until the process ends
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the conversion was killed
         for job in jobs:
@@ -123,6 +124,7 @@ def serve_ranges(connection: Connection, jobs: Iterator[RangeJob], work: str) ->
 
 
 def _by_engine(engine: Engine, jobs: list[RangeJob]) -> Generator[tuple[RangeJob, Written], None, None]:
+    """Yield each job and its result, once its finished range is visible to this machine."""
     with contextlib.closing(engine.each(attempt, map(_for_machine, jobs))) as finished:
         for job, written in finished:
             _wait_until_visible(job)
@@ -130,6 +132,7 @@ def _by_engine(engine: Engine, jobs: list[RangeJob]) -> Generator[tuple[RangeJob
 
 
 def _for_machine(job: RangeJob) -> RangeJob:
+    """Return the job with what another machine needs to open its source."""
     source, spans = job.source.for_machine(job.spans)
     return replace(job, source=source, spans=spans)
 
@@ -156,9 +159,9 @@ def _wait_until_visible(job: RangeJob) -> None:
 
 @contextlib.contextmanager
 def claimed(meta: Path, work: Path) -> Iterator[None]:
-    """Lock a folder for one conversion, once workers of a killed one are gone.
+    """Lock the folder `meta` for one conversion.
 
-    Raises `SavableError` if it is locked.
+    Waits until no worker of a killed one uses `work`. Raises `SavableError` if another conversion has locked it.
     """
     with locked(meta, f"{meta.parent}: another conversion is writing here; wait until it ends"):
         work.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from savable_pipeline.tools.convert.source import sizes_digest, versions_of
 from savable_pipeline.tools.convert.target import Target
 
 VERSION = 6  # only manifests of this version are read
-_MARGIN_NS = 2_000_000_000  # clock granularity of file systems
+_CLOCK_STEP_NS = 2_000_000_000  # coarsest steps of the times of files
 _SHOWN = 10  # most files that an error names
 
 
@@ -39,24 +39,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     done: bool = False
     report: Report | None = None  # without its rejects
     hashes: list[int] = []  # number of hashes of contents of each range
-    names_files: bool = False  # whether rows name files, whose versions are not in `versions`
+    names_files: bool = False  # whether rows name files; `versions` does not cover these
 
 
-def manifest_of(found: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
+def manifest_of(prepared: Prepared, options: Options, keys: frozenset[str] | None) -> tuple[Manifest, int]:
     """Return the manifest of a conversion, and when a file was last written, in ns."""
-    is_empty = not found.ranges
-    digest = hashlib.sha256(msgspec.json.encode(found.rejected) if is_empty else sizes_digest(found.source).encode())
+    is_empty = not prepared.ranges
+    rejected = msgspec.json.encode(prepared.rejected)
+    digest = hashlib.sha256(rejected if is_empty else sizes_digest(prepared.source).encode())
     digest.update("\0".join(sorted(keys or ())).encode("utf-8", "surrogateescape"))
-    found_id, versions, newest_ns = ("", "", 0) if is_empty else versions_of(found.source)
+    source_id, versions, newest_ns = ("", "", 0) if is_empty else versions_of(prepared.source)
     manifest = Manifest(
         version=VERSION,
         files=digest.hexdigest(),
         versions=versions,
-        source_id=found_id,
-        samples=sum(span.end - span.start for spans in found.ranges for span in spans),
+        source_id=source_id,
+        samples=sum(span.end - span.start for spans in prepared.ranges for span in spans),
         # the bytes are equal for None and "first"
         options=msgspec.structs.replace(options, key_end=options.key_end or "first"),
-        source=_public_name(found.source.path),
+        source=_public_name(prepared.source.path),
     )
     return manifest, newest_ns
 
@@ -95,20 +96,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     replace_file(folder / MANIFEST, [pretty], sync=True)
 
 
-def may_have_changed(folder: Path, manifest: Manifest, before: Manifest, newest_ns: int) -> bool:
-    """Return whether files of equal names and sizes may have changed since."""
-    noted_ns = (folder / MANIFEST).stat().st_mtime_ns
-    same = (before.source_id, before.versions) == (manifest.source_id, manifest.versions)
-    return not same or before.names_files or newest_ns > noted_ns - _MARGIN_NS
+def may_have_changed(folder: Path, manifest: Manifest, earlier: Manifest, newest_ns: int) -> bool:
+    """Return whether files with the same names and sizes may have changed.
+
+    That is since the manifest was written. `newest_ns` is the time of the last change to one of them.
+    """
+    written_ns = (folder / MANIFEST).stat().st_mtime_ns
+    is_same = (earlier.source_id, earlier.versions) == (manifest.source_id, manifest.versions)
+    return not is_same or earlier.names_files or newest_ns > written_ns - _CLOCK_STEP_NS
 
 
-def finished_report(output: Target, before: Manifest) -> Report | None:
-    """Return the report of a finished conversion, or None if a part of it is missing.
+def finished_report(output: Target, earlier: Manifest) -> Report | None:
+    """Return the report of a finished conversion, or None.
 
-    Raises `SavableError` for a finished one in a bucket.
+    It is None for an unfinished conversion, and for one that lacks a shard. Missing files of offsets are written.
+    Raises `SavableError` for a finished conversion in a bucket.
     """
     folder = output.folder
-    if before.report is None:
+    if earlier.report is None:
         return None
     if output.bucket is not None:
         raise SavableError(f"{folder} has this whole conversion. Remove it to write it again, or use another URL")
@@ -119,37 +124,39 @@ def finished_report(output: Target, before: Manifest) -> Report | None:
         describe(folder)
     with (folder / REJECTED).open("rb") as file:
         rejected = [msgspec.json.decode(line, type=Reject) for line in file]
-    return replace(before.report, rejected=rejected, already=True)
+    return replace(earlier.report, rejected=rejected, already=True)
 
 
-def check_same(folder: Path, manifest: Manifest, before: Manifest) -> None:
-    """Check that a folder has the same conversion, whatever the files' versions.
+def check_same(folder: Path, manifest: Manifest, earlier: Manifest) -> None:
+    """Check that a folder has the same conversion. Times of files may differ.
 
     Raises `SavableError` that lists the differences.
     """
-    old, new = _flat(before), _flat(manifest)
+    old, new = _settings(earlier), _settings(manifest)
     differences = [f"{name}: {old[name]!r} there, {new[name]!r} here" for name in new if old[name] != new[name]]
-    if not differences and before.files != manifest.files:
+    if not differences and earlier.files != manifest.files:
         differences = ["input: other files, or other keys"]
     if differences:
-        differences = [*filter(None, [_other_source(manifest, before)]), *differences]
+        differences = [*filter(None, [_other_source(manifest, earlier)]), *differences]
         advice = "Give the same input and options to resume it, or another folder"
         raise SavableError(f"{folder} has another conversion. {advice}\n" + "\n".join(differences))
 
 
-def _other_source(manifest: Manifest, before: Manifest) -> str:
-    return "" if before.source == manifest.source else f"source: {before.source!r} there, {manifest.source!r} here"
+def _other_source(manifest: Manifest, earlier: Manifest) -> str:
+    """Return a line for the error if the sources differ, or ""."""
+    return "" if earlier.source == manifest.source else f"source: {earlier.source!r} there, {manifest.source!r} here"
 
 
-def changed_files(folder: Path, manifest: Manifest, before: Manifest, files: list[str]) -> SavableError:
+def changed_files(folder: Path, manifest: Manifest, earlier: Manifest, files: list[str]) -> SavableError:
     """Return the error for files that changed since they were converted."""
     names = "\n".join([*files[:_SHOWN], *["…"][: len(files) > _SHOWN]])
-    also = _other_source(manifest, before)
+    also = _other_source(manifest, earlier)
     return SavableError(
         f"{folder} has another conversion. {len(files)} files changed at the same size since: give them as they were, "
         f"or another folder\n{names}{'; ' * bool(also)}{also}"
     )
 
 
-def _flat(manifest: Manifest) -> dict[str, Any]:
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    """Return the number of samples, and the options by name."""
     return {"samples": manifest.samples, **msgspec.to_builtins(manifest.options)}

@@ -26,7 +26,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that decide the bytes of a conversion. Raises `ValueError`."""
 
     shard_bytes: int = 256_000_000  # most bytes of a shard
-    shard_samples: int | None = None  # most samples of a shard
+    shard_samples: int | None = None  # most samples of a shard; None: no limit
     check_images: bool = True
     allow_outside: bool = False  # read files outside the source that links or fields name
     key_field: str | None = None  # field of a record; None: its number is the key
@@ -50,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_split(split: tuple[tuple[str, str], ...]) -> None:
+    """Raise ValueError for wrong names or fractions of splits."""
     names = [name for name, _ in split]
     for name, fraction in split:
         if not _SPLIT_NAME.fullmatch(name) or names.count(name) > 1 or not _DECIMAL.fullmatch(fraction):
@@ -65,7 +66,7 @@ class Report:
 
     samples: int
     shards: int
-    size: int
+    size: int  # bytes of all shards
     rejected: list[Reject]
     hidden: int  # number of hidden files and folders, which are skipped
     warnings: list[str] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""Bytes of a part, or a long audio or video file that is never in memory whole.
+"""Bytes of a part.
 
-Such a file has audio or video.
+Those of long audio and video are read in pieces, and never in memory whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from savable_pipeline.errors import MediaError
 from savable_pipeline.tools.convert.source import changed
 
 _MEDIA = frozenset((*VIDEO_PARTS, *AUDIO_PARTS))
-_LONG = 8 << 20  # longer audio or video is read in pieces
-_PIECE = 1 << 20
+_LONG = 8 << 20  # bytes; longer audio or video is read in pieces
+_PIECE = 1 << 20  # bytes
 
 
 @dataclass
@@ -56,7 +56,7 @@ PartData: TypeAlias = bytes | LongPart
 
 
 def content_hash(data: PartData) -> int:
-    """Return a hash of the bytes of a part, after reading a part that was not read."""
+    """Return a hash of the bytes of a part. It reads a `LongPart` that was not read."""
     if isinstance(data, bytes):
         return xxh3_64_intdigest(data)
     if data.digest is None:
@@ -79,14 +79,18 @@ def file_data(path: Path, extension: str, size: int) -> PartData:
 
 
 def is_long(extension: str, size: float = float("inf")) -> bool:
-    """Return whether a part of this size, or of any, is read in pieces."""
+    """Return whether a part of this size in bytes is read in pieces.
+
+    Without a size, it is whether a part of any size is.
+    """
     return size > _LONG and part_type(extension) in _MEDIA
 
 
 def data_fault(extension: str, data: PartData, *, check_images: bool) -> str:
-    """Return why a part contradicts its extension, as `reason: detail`, or "".
+    """Return why the bytes of a part do not fit its extension, or "".
 
-    With `check_images` images are decoded, and the headers of audio and video are read if PyAV is installed.
+    The form is `reason: detail`. With `check_images`, images are decoded, and the headers of audio and video are read
+    if PyAV is installed.
     """
     if isinstance(data, bytes) and (fault := decode_error(extension, data, check_images=check_images)):
         return fault

@@ -34,10 +34,10 @@ class Prepared:
     source: SourceFiles
     ranges: list[tuple[RowSpan, ...]] = field(default_factory=list)
     size: int = 0  # estimated bytes
-    rejected: list[Reject] = field(default_factory=list)  # files and lines that no store reads as samples
+    rejected: list[Reject] = field(default_factory=list)  # files and lines that its store does not read as samples
     warnings: list[str] = field(default_factory=list)
-    hidden: int = 0
-    classes: list[str] = field(default_factory=list)
+    hidden: int = 0  # number of hidden files and folders
+    classes: list[str] = field(default_factory=list)  # names of the classes by number
 
 
 def prepare_source(
@@ -59,8 +59,9 @@ def prepare_source(
 
 
 def _with_settings(source: SourceFiles, options: Options, files_from: Path | None, output: Target) -> SourceFiles:
-    """Return the source with those settings that its store needs. Raises ValueError for one that it does not have."""
+    """Return the source with the settings of its store. Raises ValueError for one that its format lacks."""
     form, is_table = source.form, source.form in TABLES
+    # None: the store of CSV finds the columns that name files
     usual = None if form == CSV else tuple(dict.fromkeys((*FILE_FIELDS, *source.found.settings.get("file_fields", ()))))
     named = form.name in ("parquet", "arrow")  # rows of these may name files that their store does not open
     chosen = {
@@ -94,7 +95,7 @@ def _without_names(source: SourceFiles) -> Any:
 
 
 def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None) -> Prepared:
-    """Return the source as it is now, with the files and lines that its store does not read."""
+    """Open the source, and return it with its ranges, and the files and lines that its store does not read."""
     if source.packed:
         source = source.at_start()
         return Prepared(source, *cut_ranges(source, options))
@@ -124,9 +125,9 @@ def _opened(source: SourceFiles, options: Options, keys: Collection[str] | None)
 
 
 def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Collection[str] | None) -> None:
-    """Raise ValueError for chosen parts and keys that no sample has, as far as the index knows.
+    """Raise ValueError for chosen parts and keys that no sample has, as far as the index has these.
 
-    Other parts are known when everything was read.
+    `finish` checks the others, once all samples were read.
     """
     known: set[str] = set()
     if options.only and source.form in (FOLDER, TARS):
@@ -140,14 +141,14 @@ def _check_chosen(source: SourceFiles, store: Any, options: Options, keys: Colle
         )
     check_parts(options, known, known)
     if keys is not None and source.form == FOLDER:
-        own = (tar_key(key) for key in source.dataset().all_keys())
-        check_keys(set(keys).difference(own))
+        found = (tar_key(key) for key in source.dataset().all_keys())
+        check_keys(set(keys).difference(found))
 
 
 def check_parts(options: Options, parts: Collection[str], usable: Collection[str]) -> None:
-    """Check that samples have the chosen parts; without `parts`, none is known.
+    """Raise ValueError for chosen parts that are not in `parts`.
 
-    Raises ValueError.
+    If `parts` is empty, none is known, and none is an error. The message lists the `usable` ones.
     """
     known = {name.lower() for name in parts}
     unknown = {name.lower() for name in options.only} - known - {plain_part(name) for name in known}

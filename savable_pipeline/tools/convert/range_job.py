@@ -1,14 +1,14 @@
 """A job that writes one range: the same bytes each time, after any kill.
 
-    work/000012.k3x9/train-000000.tar   one attempt, in a folder of its own
-    work/000012.k3x9/record             all else that a job leaves
-    work/000012/                        ─ renamed when all of it is on the disk: the range is finished
+    work/000012.k3x9/train-000000.tar   a shard of one attempt, which has a folder of its own
+    work/000012.k3x9/record             all other results of the job
+    work/000012/                        the folder, renamed when all of it is on the disk: the range is finished
 
     record   rows of the index of each shard │ hashes of the contents of parts, and of rejects: uint64
              │ hashes of the keys of samples, if they may be repeated: uint64 │ `RangeRecord` │ its bytes: uint64
 
-Two attempts at one range end with the same bytes, so the first one to be renamed stays. For a bucket, the folder of an
-attempt is on the machine that writes. Its shards are uploaded, and its record is returned.
+Two attempts at one range write the same bytes, so the first one that finishes is used. For a bucket, the folder of an
+attempt is on the machine that writes it. Its shards are uploaded, and its record is returned.
 
 What a job has in memory does not grow with the samples of its range.
 """
@@ -48,8 +48,8 @@ from savable_pipeline.tools.convert.shard_series import ShardSeries, room_on
 from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, SourceFiles
 
 RECORD_FILE = "record"
-_ALL = 1 << 64
-_EXAMPLES = 5  # examples of repeated keys
+_HASHES = 1 << 64  # number of possible hashes, which the splits divide
+_EXAMPLES = 5  # repeated keys that a warning names
 _NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
 
 
@@ -74,19 +74,16 @@ class RangeRecord(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """Rows and bytes that a job read.
+    """Result of a job."""
 
-    `record` is the record if the work folder is on another machine, `changed` the names of files that differ.
-    """
-
-    rows: int
-    size: int
-    record: bytes
-    changed: list[str]
+    rows: int  # that it read and did not note before, or compressed files
+    size: int  # bytes of these
+    record: bytes  # its record if the target is a bucket
+    changed: list[str]  # names of the files that differ, if it compares
 
 
 class Hashes(NamedTuple):
-    """Some numbers of a file: uint64 (length,), from byte `start`."""
+    """Numbers in a file: uint64 (length,), from byte `start`."""
 
     path: Path
     start: int
@@ -110,7 +107,7 @@ class RangeJob:
     options: Options
     work: Path
     keys: frozenset[str] | None = None
-    repeats: bytes = b""  # a bit for each sample whose key may be repeated: whether another sample has it
+    repeats: bytes = b""  # a bit for each sample: whether another sample has its key; b"" if none has
     bucket: Bucket | None = None
     hashes: Hashes | None = None
 
@@ -121,7 +118,7 @@ class RangeJob:
 
     @property
     def rows(self) -> int:
-        """Return the number of its rows, or of its compressed files."""
+        """Return the number of rows of its range, or of compressed files."""
         return sum(span.end - span.start for span in self.spans)
 
     @property
@@ -152,9 +149,9 @@ class RangeJob:
 
 
 def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
-    """Write a range, or compare it.
+    """Write a range, or compare it with the hashes of `job`.
 
-    `note` is called now and then with new rows and bytes; the result has those that it did not get.
+    `note` is called now and then with the number of rows and bytes since the last call. The result has those after it.
 
     Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
     """
@@ -171,7 +168,7 @@ def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, s
 
 
 def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Written:
-    """Write the samples of shards of several ranges, which are small, as one range."""
+    """Write the samples of small shards of several ranges as one range."""
     with room_on(job.work.parent.parent), _Attempt(job) as attempt:
         series = attempt.series(split)
         for shard in shards:
@@ -192,7 +189,7 @@ def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Writte
 
 
 class _Attempt:
-    """One attempt to write a range in its own `folder`, with a growing record."""
+    """One attempt to write a range into its own `folder`, with a growing record."""
 
     def __init__(self, job: RangeJob) -> None:
         self._job, self.record, self._open = job, RangeRecord(), contextlib.ExitStack()
@@ -209,6 +206,7 @@ class _Attempt:
         self._open.close()
 
     def _numbers(self) -> NumberSpool:
+        """Return an empty spool, whose file is in the folder of the attempt."""
         return NumberSpool(file=self._open.enter_context(tempfile.TemporaryFile(dir=self.folder)))
 
     def series(self, split: str) -> ShardSeries:
@@ -228,16 +226,16 @@ class _Attempt:
     def finish(self) -> bytes:
         """Finish the range, unless another attempt was faster.
 
-        Returns the record of a range in a bucket.
+        Returns the record if the target is a bucket, and otherwise b"".
         """
         if self._job.hashes is not None:  # it was only compared
             return b""
-        starts = list[tuple[int, int]]()
+        spans = list[tuple[int, int]]()  # first byte and number of the numbers of each spool
         for spool in (self.contents, self.keys):
             numbers = spool.numbers()
-            starts.append((self._file.tell(), len(numbers)))
+            spans.append((self._file.tell(), len(numbers)))
             self._file.write(numbers.data)
-        self.record.contents, self.record.keys = starts
+        self.record.contents, self.record.keys = spans
         record = msgspec.msgpack.encode(self.record)
         self._file.write(record + len(record).to_bytes(8, "little"))
         self._file.flush()
@@ -265,17 +263,18 @@ class _RangeWriter:
         self._job, self._folder, self._record = job, attempt.folder, attempt.record
         self._contents, self._keys = attempt.contents, attempt.keys
         self._note_progress, self.noted, self._rows = note, (0, 0), 0
-        self._samples, self._last, self._renamed = 0, "", set[str]()
-        self._rejected = list[Reject]()  # of the rows that are read
-        self.changed = set[str]()  # the names of files whose content is another
+        self._samples, self._last_key, self._renamed = 0, "", set[str]()
+        self._rejected = list[Reject]()  # of the span that is read
+        self.changed = set[str]()  # names of files with other contents than the known hashes
         self._known = None if job.hashes is None else np.sort(job.hashes.array())
-        self._ends = [int(end * _ALL) for end in accumulate(Fraction(part) for _, part in job.options.split)]
+        self._ends = [int(end * _HASHES) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
         self._series = [attempt.series(split) for split in splits if job.hashes is None]
         form, options = job.source.form, job.options
         self._may_repeat = form == TARS or options.key_field is not None or options.key_end == "last"
 
     def write(self) -> None:
+        """Write all samples, or compare them."""
         if self._job.source.packed:
             self._write_packed()
         else:
@@ -295,6 +294,7 @@ class _RangeWriter:
         self._record.statistics.add(reader.finish())
 
     def _add(self, sample: TarSample) -> None:
+        """Write a sample, or compare it, and note progress."""
         key = self._distinct_key(sample) if self._may_repeat else sample.key
         parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
         if key and self._series:  # otherwise the sample is only compared
@@ -310,14 +310,14 @@ class _RangeWriter:
             self.noted = self._rows, self._record.size
 
     def _note(self, file: str, content: int) -> None:
-        """Record the hash of a part or a reject.
+        """Record the hash of a part or a reject of a file.
 
-        If none of the known hashes equals it, the file has changed.
+        The file has changed if the hash is not among the known ones.
         """
         self._contents.append(content)
         if self._known is not None:
             found = np.uint64(content)
-            if found not in self._known[np.searchsorted(self._known, found) :][:1]:
+            if found not in self._known[np.searchsorted(self._known, found) :][:1]:  # sorted
                 self.changed.add(file)
 
     def _reject(self, reject: Reject) -> None:
@@ -329,12 +329,12 @@ class _RangeWriter:
 
         A repeated key of a tar gets the name of its tar before it.
         """
-        number, before = self._samples, self._last
+        number, last_key = self._samples, self._last_key
         self._samples += 1
         self._keys.append(_hashed(sample.key))
-        self._last = key = sample.key
+        self._last_key = key = sample.key
         byte = self._job.repeats[number >> 3] if number >> 3 < len(self._job.repeats) else 0
-        if key != before and not byte >> (number & 7) & 1:  # readers merge neighbors with one key
+        if key != last_key and not byte >> (number & 7) & 1:  # readers merge neighbors with one key
             return key
         statistics, form = self._record.statistics, self._job.source.form
         statistics.repeats += 1

@@ -1,9 +1,9 @@
 """Cuts a source into ranges, each of which one job writes.
 
-Ranges depend on source and settings alone, never on the number of workers. They are consecutive rows of about 1 to 8
-shards, by the sizes in the index and those of some samples. A row group is never divided: one that is larger is a range
-of its own, and its job writes several shards. Compressed files have no index. A range of them is whole files, which its
-job decompresses one after another.
+Ranges depend on the source and the settings alone, never on the number of workers. A range has consecutive rows for
+about 1 to 8 shards, by the sizes in the index and those of some samples. A row group is never divided: if it is larger
+than that, it is a range of its own, and its job writes several shards. Compressed files have no index. A range of them
+has whole files, which its job decompresses one after another.
 
     shards of 100 bytes      rows of 30 bytes: │0 1 2│3 4 5│…      row groups: │0 … 999│1000 … 1999│…
 """
@@ -27,15 +27,15 @@ from savable_pipeline.tools.convert.shard_series import room_in, sample_bytes
 from savable_pipeline.tools.convert.source import RECORDS, RowSpan, SourceFiles
 
 _MOST_SHARDS = 8  # most shards of a range
-_RANGES = 16  # least number of ranges of a source, if they are not smaller than this
+_LEAST_RANGES = 16  # of a source, unless they would be smaller than `LEAST_BYTES`
 LEAST_BYTES = 32_000_000  # least bytes of a range; a smaller one is not worth a process
-_AIM = 0.97  # fraction of the bytes of its shards, because sizes in the index are estimates
+_FILLED = 0.97  # fraction of its shards' bytes that a range should have, because sizes are estimates
 _AT_ONCE = 1 << 13  # rows whose sizes are in memory at a time
-_SOME = 64  # number of samples to measure
+_MEASURED = 64  # number of samples to measure
 
 
 def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpan, ...]], int]:
-    """Return the ranges of a source in order, and about how many bytes it has."""
+    """Return the ranges of a source in order, and the estimated bytes of all."""
     if source.packed:
         sizes = [file.size for file in source.packed]
         steps, total = iter([_Steps(0, 0, np.arange(1, len(sizes) + 1), np.array(sizes))]), sum(sizes)
@@ -46,12 +46,12 @@ def cut_ranges(source: SourceFiles, options: Options) -> tuple[list[tuple[RowSpa
         steps, total = _steps(source, estimate), int(rows * estimate.mean)
     room, most = max(1, room_in(options.shard_bytes)), options.shard_samples or rows
     shard = max(1, min(room, most * total // rows))  # about the bytes of a full shard
-    shards = max(min(_MOST_SHARDS, total // shard // _RANGES), -(-LEAST_BYTES // shard), 1)
-    return _cut(steps, _AIM * room * shards, most * shards), total
+    shards = max(min(_MOST_SHARDS, total // shard // _LEAST_RANGES), -(-LEAST_BYTES // shard), 1)  # of a range
+    return _cut(steps, _FILLED * room * shards, most * shards), total
 
 
 class _Steps(NamedTuple):
-    """Possible borders between ranges: the end row of each step of a file, and its approximate bytes."""
+    """Rows of a file from `start`, in steps that are not divided: the end row and approximate bytes of each step."""
 
     file: int
     start: int
@@ -60,6 +60,7 @@ class _Steps(NamedTuple):
 
 
 def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan, ...]]:
+    """Return ranges of at most `limit` bytes and `most` rows, or of one larger step."""
     ranges: list[tuple[RowSpan, ...]] = []
     spans: list[RowSpan] = []
     used, rows, number = 0.0, 0, 0
@@ -85,6 +86,7 @@ def _cut(steps: Iterator[_Steps], limit: float, most: int) -> list[tuple[RowSpan
 
 
 def _steps(source: SourceFiles, estimate: _Estimate) -> Iterator[_Steps]:
+    """Yield the steps of all files: row groups, or else single rows."""
     entries, store = source.dataset().entries, cast("Any", source.dataset().store)
     for file in file_order(source):
         samples = int(entries.samples[file])
@@ -100,14 +102,14 @@ def _steps(source: SourceFiles, estimate: _Estimate) -> Iterator[_Steps]:
 def file_order(source: SourceFiles) -> list[int]:
     """Return the numbers of the files in the order of their samples.
 
-    It is that of index.json, else that of their names.
+    It is that of index.json, or else of their names.
     """
     store: Any = source.dataset().store
     return store.listed_order() if source.form in RECORDS else [*range(len(store.entries))]
 
 
 def _row_bytes(source: SourceFiles, file: int, start: int, end: int) -> Rows:
-    """Return the approximate bytes of each of these rows."""
+    """Return the approximate bytes in the source of each row from `start` to `end - 1`: int64 (rows,)."""
     store, entries = cast("Any", source.dataset().store), source.dataset().entries
     size, samples = int(entries.sizes[file]), max(int(entries.samples[file]), 1)
     if source.form == FOLDER:
@@ -122,11 +124,11 @@ def _row_bytes(source: SourceFiles, file: int, start: int, end: int) -> Rows:
 
 
 class _Estimate(NamedTuple):
-    """Estimate of bytes in tars from bytes in the index: a factor, and a number of bytes per row."""
+    """Estimates the bytes of rows in tars from their bytes in the source."""
 
     factor: float
-    more: float
-    mean: float
+    more: float  # bytes to add to each row
+    mean: float  # mean bytes of a row in tars
 
     def __call__(self, listed: Rows) -> Rows:
         return (self.factor * listed + self.more).astype(np.int64)
@@ -142,7 +144,7 @@ def _estimate(source: SourceFiles, options: Options) -> _Estimate:
             return _Estimate(1.0, 2 * BLOCK, mean / rows + 2 * BLOCK)
         # decoding a whole group would take too long
         rows, start = store.group_ends(first)[0], int(dataset.firsts[first])
-    count, found, listed = min(_SOME, rows), 0, 0.0
+    count, found, listed = min(_MEASURED, rows), 0, 0.0
     reader = SampleReader(source, dataset, msgspec.structs.replace(options, check_images=False), None)
     with contextlib.suppress(SavableError, ValueError):  # jobs raise these errors
         for number in (start + np.arange(count) * rows // count).tolist():

@@ -20,18 +20,18 @@ from typing import Any
 from savable_pipeline.core.job_engine import J, R
 from savable_pipeline.errors import RemoteError, SavableError, WorkerError
 
-_RETRIES = 20  # most lost nodes or killed processes of one shard
-_CONNECT_S = 10.0
-_AHEAD = 2  # tasks submitted per processor, so that no processor waits, and a growing cluster sees demand
+_RETRIES = 20  # most retries of a task whose node is lost or whose process is killed
+_CONNECT_S = 10.0  # seconds to wait for an answer of the cluster
+_AHEAD = 2  # tasks submitted per processor, so that no processor waits, and Ray adds nodes to a growing cluster
 
 
 class RayEngine:
-    """An `Engine` on the cluster of RAY_ADDRESS, or on that of this machine.
+    """An `Engine` on the Ray cluster of RAY_ADDRESS, or on that of this machine.
 
-    It runs at most `at_once` tasks at a time.
+    It runs at most `at_once` tasks at a time. None: twice the number of the cluster's processors. At the end of its
+    `with` block it disconnects from the cluster, unless the program was connected before.
 
-    Raises ValueError if ray is not installed or there is no cluster. A context manager: it leaves the cluster, unless
-    the program was connected before.
+    Raises ValueError if Ray is not installed or there is no cluster.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -53,11 +53,11 @@ class RayEngine:
     def each(self, function: Callable[[J], R], jobs: Iterable[J]) -> Generator[tuple[J, R], None, None]:
         """Yield the jobs and the results of `function`. See `Engine`."""
         task = self._ray.remote(num_cpus=1, max_retries=_RETRIES, scheduling_strategy="SPREAD")(_on_node)
-        versions, coming = _versions(), iter(jobs)
-        waiting: dict[Any, J] = {}
+        versions, remaining = _versions(), iter(jobs)
+        waiting: dict[Any, J] = {}  # job by the reference of its result
         try:
             while True:
-                for job in itertools.islice(coming, max(0, self._room() - len(waiting))):
+                for job in itertools.islice(remaining, max(0, self._room() - len(waiting))):
                     waiting[task.options(name=job.name).remote(function, job, versions)] = job
                 if not waiting:
                     return
@@ -70,9 +70,11 @@ class RayEngine:
                 self._ray.cancel(ref, force=True)
 
     def _room(self) -> int:
+        """Return the most tasks to submit at a time."""
         return self._at_once or max(1, _AHEAD * int(self._ray.cluster_resources().get("CPU", 0)))
 
     def _result(self, ref: Any, name: str) -> Any:
+        """Return the result of the job `name`. Raises its own errors, and `WorkerError` for those of Ray."""
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(ref)
@@ -87,6 +89,7 @@ class RayEngine:
 
 
 def _imported() -> Any:
+    """Return the module ray. Raises ValueError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -95,10 +98,11 @@ def _imported() -> Any:
 
 
 def _connect(ray: Any) -> None:
+    """Connect to the cluster. Raises ValueError if there is none."""
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdigit() and "://" not in host:  # otherwise Ray itself would try for five minutes
+        if host and port.isdigit() and "://" not in host:  # without this check, Ray would try for five minutes
             socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Samples of a source: key and parts of each, or why it is rejected.
+"""Samples of a source: the key and the parts of each, or why it is rejected.
 
 source              parts                            key in the tar
 folder              files, and `cls`                 path, with _ for dots after the first
@@ -42,39 +42,39 @@ TEXT_FIELDS = ("caption", "text")
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 _NUMBERED = re.compile(r"[0-9]+[.]")  # one of several files of one field: 0.jpg, 1.jpg
 CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that has changed
-_AHEAD = 4096  # number of rows to announce together
-_MOST_CLASSES = 100_000
+_AHEAD = 4096  # rows that a store is told together to prefetch
+_MOST_FOLDERS = 100_000  # more names of top folders are not counted
 
 
 class Statistics(msgspec.Struct):
     """Counts and names over samples, which add up over ranges."""
 
     parts: dict[str, int] = {}  # number of samples with each part
-    nulls: dict[str, int] = {}  # by column
+    nulls: dict[str, int] = {}  # number of rows without a value, by column
     layouts: set[tuple[str, ...]] = set()  # sorted parts that samples have
-    not_texts: set[str] = set()  # those of `TEXT_FIELDS` that are no strings in some row
+    not_texts: set[str] = set()  # fields of `TEXT_FIELDS` that are not strings in some row
     renamed: int = 0  # number of keys with dots, which a tar cannot have
-    examples: set[str] = set()  # of these
-    uses: int = 0  # how often records use files
-    used_bytes: int = 0
-    files: int = 0
-    file_bytes: int = 0
-    named: int = 0  # number of files that rows name without their bytes
+    examples: set[str] = set()  # a few of these, with their new names
+    uses: int = 0  # how often records name files
+    used_bytes: int = 0  # bytes of files, counted at each use
+    files: int = 0  # number of different files that records name
+    file_bytes: int = 0  # bytes of these
+    named: int = 0  # number of files that rows of columns name without their bytes
     repeats: int = 0  # number of repeated keys
-    repeated: set[str] = set()  # some of them
-    others: int = 0  # whether there is a sample that is not one image, sound or video in a folder
+    repeated: set[str] = set()  # a few of these
+    others: int = 0  # number of ranges with a sample that is not a single image, audio or video in a folder
     folders: set[str] = set()  # names of top folders
     found: set[str] = set()  # requested keys that were found
     dropped: set[str] = set()  # names of parts that were not chosen
 
     def add(self, other: Statistics) -> None:
-        """Add the counts of other samples."""
+        """Add the statistics of other samples: sums of counts, and unions of names."""
         for name in self.__struct_fields__:
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(ours, dict):
-                setattr(self, name, dict(Counter(ours) + Counter(theirs)))
+            mine, others = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                setattr(self, name, dict(Counter(mine) + Counter(others)))
             else:
-                setattr(self, name, ours | theirs if isinstance(ours, set) else ours + theirs)
+                setattr(self, name, mine | others if isinstance(mine, set) else mine + others)
 
 
 class Part(NamedTuple):
@@ -94,7 +94,10 @@ class TarSample(NamedTuple):
 
 
 class RejectedError(Exception):
-    """Error: a sample is rejected."""
+    """Error: a sample is rejected.
+
+    `fault` is `reason: detail`, and `file` names its file or row in the list of rejects.
+    """
 
     def __init__(self, file: str, key: str, fault: str) -> None:
         self.reject = Reject.of(printable(file), key, fault)
@@ -102,16 +105,19 @@ class RejectedError(Exception):
 
 
 class SampleReader:
-    """Reader of a source's samples, with their `statistics` and `rejected` ones."""
+    """Reads the samples of a source that have the chosen `keys` (None: all).
+
+    It adds to `statistics`, and puts bad samples into `rejected`.
+    """
 
     def __init__(self, source: SourceFiles, dataset: Dataset, options: Options, keys: Collection[str] | None) -> None:
         self.statistics, self.rejected = Statistics(), list[Reject]()
         self._source, self._dataset, self._options, self._keys = source, dataset, options, keys
         self._store = cast("Any", dataset.store)
         self._only = frozenset(name.lower() for name in options.only)
-        self._line = -1, 0, 1  # the file whose lines were counted for rejects, up to which byte, and their number
-        self._used: set[int] = set()  # hashes of the names of files that records use
-        self._parsed: PartData = b""
+        self._line = -1, 0, 1  # of the last reject: number of its file, offset and number of its line
+        self._used: set[int] = set()  # hashes of the names of files that records name
+        self._parsed: PartData = b""  # the JSON of the last row, which is known to be valid
         self._layouts, self._nulls = Counter[tuple[str, ...]](), Counter[str]()
         self._may_name_files = source.form.name in ("parquet", "arrow")
         self._media: list[str] = self._store.media_named(self._only) if self._may_name_files and self._only else []
@@ -121,8 +127,7 @@ class SampleReader:
         readers = {FOLDER: self._read_folder, **dict.fromkeys(TABLES, self._read_table)}
         read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._read_store)
         try:
-            if self._source.form in RECORDS:
-                self._store.validate(span.file)
+            self._store.validate(span.file)
             first = int(self._dataset.firsts[span.file])
             for start in range(span.start, span.end, _AHEAD):
                 indices = np.arange(first + start, first + min(start + _AHEAD, span.end))
@@ -154,9 +159,9 @@ class SampleReader:
         return self.statistics
 
     def _check(self, sample: TarSample) -> None:
-        """Raise `RejectedError` for a part that contradicts its extension, and count the others."""
+        """Raise `RejectedError` for a part that does not fit its extension. Count the sample otherwise."""
         for part in sample.parts:
-            if part.data is not self._parsed and (  # the JSON of a row was parsed already
+            if part.data is not self._parsed and (
                 fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
             ):
                 raise RejectedError(part.file, sample.key, fault)
@@ -165,27 +170,30 @@ class SampleReader:
         if not found.others:
             folder = class_of(sample.key)
             found.others = int(len(names) > 1 or names[0].lower() not in _MEDIA or not folder)
-            if len(found.folders) < _MOST_CLASSES:
+            if len(found.folders) < _MOST_FOLDERS:
                 found.folders.add(folder)
 
     def _wants(self, key: str) -> bool:
+        """Return whether a key is chosen, and note it in the statistics."""
         if self._keys is not None and key in self._keys:
             self.statistics.found.add(key)
         return self._keys is None or key in self._keys
 
     def _writes(self, extension: str) -> bool:
+        """Return whether a part is chosen, and note one that is not in the statistics."""
         if is_named(extension, self._only):
             return True
         self.statistics.dropped.add(extension)
         return False
 
-    def _sample(self, key: str, first: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
+    def _sample(self, key: str, file: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
+        """Return a sample. Raises `RejectedError`, which names `file`, if it has no chosen part."""
         if not parts:
-            raise RejectedError(first, key, "no chosen part")
+            raise RejectedError(file, key, "no chosen part")
         return TarSample(key, parts, name)
 
     def _part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
-        """Return a part, in pieces if it is a long video or sound."""
+        """Return a part. Long audio and video are read in pieces. `size` is in bytes, or None if it is unknown."""
         if size is None and is_long(extension):
             size = self._store.head(file, row, extension, 0)[1]
         if size is not None and is_long(extension, size):
@@ -242,6 +250,7 @@ class SampleReader:
         return self._sample(key, address, parts, name)
 
     def _count_use(self, path: str, size: int) -> None:
+        """Count the use of a file that a record names."""
         found, name = self.statistics, hash(path)
         found.uses, found.used_bytes = found.uses + 1, found.used_bytes + size
         if name not in self._used:
@@ -249,7 +258,7 @@ class SampleReader:
             found.files, found.file_bytes = found.files + 1, found.file_bytes + size
 
     def _line_of(self, file: int, start: int, row: int) -> str:
-        """Return how rejects name a row: its line in the file, or its number in a list."""
+        """Return how rejects name a row at byte `start`: by its line in the file, or its number in a list."""
         name = self._source.name or self._dataset.entries.names[file]
         if self._source.form == JSON:
             return f"{name}:{row + 1}"
@@ -308,7 +317,7 @@ class SampleReader:
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:
-    """Return whether a part has one of these lower-case names, if there are any."""
+    """Return whether `only`, lower-case names, has the part or is empty."""
     extension = extension.lower()
     return not only or extension in only or plain_part(extension) in only
 
@@ -319,7 +328,7 @@ def plain_part(extension: str) -> str:
 
 
 def lines_between(store: Any, number: int, start: int, end: int) -> int:
-    """Return how many lines of a file end between two offsets."""
+    """Return how many lines of the file with this number end between two offsets."""
     lines = 0
     while start < end:
         block = store.files.read(number, start, min(end - start, 1 << 18))
@@ -328,22 +337,22 @@ def lines_between(store: Any, number: int, start: int, end: int) -> int:
 
 
 def line_fault(source: SourceFiles, store: Any, number: int) -> Reject:
-    """Return the reject of the lines after the last row of JSONL.
+    """Return the reject of the last line of a JSONL file, which was cut.
 
     Raises ValueError for other damaged tables.
     """
-    fault, own = store.entries.faults[number], store.entries.names[number]
-    name = source.name or own
+    fault, indexed = store.entries.faults[number], store.entries.names[number]
+    name = source.name or indexed
     if source.form != JSONL or text_error(
         store.files.read(number, 0, min(HEAD, int(store.entries.sizes[number]))), name
     ):
-        raise ValueError(fault.replace(own, name, 1))
+        raise ValueError(fault.replace(indexed, name, 1))
     line = lines_between(store, number, 0, int(store.blob(number)[-1])) + 1
     return Reject.of(f"{name}:{line}", "", f"malformed JSON: {fault.partition(': ')[2]}")
 
 
 def _check_parts(key: str, address: str, parts: list[tuple[str, str, int, str]]) -> None:
-    """Raise `RecordError` for parts of a row that a tar cannot carry."""
+    """Raise `RecordError` for parts of a row that a tar cannot have. See `parts_fault`."""
     fault, path = parts_fault(key, parts)
     if fault and path != address:
         reason, _, detail = fault.partition(": ")
@@ -353,6 +362,7 @@ def _check_parts(key: str, address: str, parts: list[tuple[str, str, int, str]])
 
 
 def _key_in(fields: dict[str, Any], field: str) -> str:
+    """Return the key in a field of a row. Raises `RecordError` if it is no text and no whole number."""
     value = fields.get(field)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RecordError(f"no key: the field {field!r} holds {value!r}")
@@ -360,7 +370,7 @@ def _key_in(fields: dict[str, Any], field: str) -> str:
 
 
 def _tar_key_of_row(key: str, shard: str) -> str:
-    """Convert the key of a row that has no key of its own: "web/0.parquet:17" becomes "web/0/17" in a tar."""
+    """Return a row's key in a tar: "web/0.parquet:17", of a row without a key field, becomes "web/0/17"."""
     if key.startswith(f"{shard}:"):
         key = f"{PurePosixPath(shard).with_suffix('')}/{key[len(shard) + 1 :]}"
         return key.replace(".", "_")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.data.shards.index import ShardTable
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, padded
+from savable_pipeline.data.shards.tar import BLOCK, Member, SampleInTar, padded
 from savable_pipeline.data.shards.tar_format import ShardRows
 from savable_pipeline.errors import SavableError
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from savable_pipeline.tools.convert.part_data import PartData
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-RECORD = 20 * BLOCK  # a tar is padded to a multiple
+RECORD = 20 * BLOCK  # bytes; the size of a tar is a multiple
 _BUFFER_BYTES = 1 << 20
-END = 2 * BLOCK  # bytes of zeros at the end, at least
+END = 2 * BLOCK  # least bytes of zeros at the end
 _LONGEST_PLAIN_NAME = 100  # a longer name, or one outside ASCII, takes two more header blocks
 _LARGEST_PLAIN = 8**11 - 1  # bytes of a member; a larger size takes two more header blocks
 _EMPTY = tarfile.TarInfo().tobuf(tarfile.PAX_FORMAT)
-_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # in a header
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # bytes of these fields in a header
 
 
 def sample_bytes(key: str, sizes: Mapping[str, int]) -> int:
@@ -63,11 +63,12 @@ def member_headers(name: str, size: int) -> bytes:
 
 
 def _is_plain(name: str, size: int) -> bool:
+    """Return whether a member of this name and size has one header block."""
     return len(name) <= _LONGEST_PLAIN_NAME and name.isascii() and size <= _LARGEST_PLAIN
 
 
 class ShardFile:
-    """New shard at `path`, called `name` in the index."""
+    """Shard that is written to `path`. The index calls it `name`."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -84,7 +85,7 @@ class ShardFile:
         """
         assert parts and key != self.last_key, key
         self.last_key = key
-        extent = Extent(key)
+        extent = SampleInTar(key)
         for extension in sorted(parts):
             data = parts[extension]
             name = f"{key}.{extension}"
@@ -98,7 +99,7 @@ class ShardFile:
         self.samples += 1
 
     def finish(self) -> ShardTable:
-        """End the tar, flush it to the disk, and return its table."""
+        """End the tar, flush it to the disk, and return its table for the index."""
         zeros = END + -(self.size + END) % RECORD
         self._file.write(bytes(zeros))
         self._file.flush()
@@ -114,7 +115,11 @@ class ShardFile:
 
 
 class ShardSeries:
-    """Series of shards in `folder`. `name` names them, and `finished` receives them."""
+    """Writes shards into `folder`, one after another.
+
+    They have at most `max_bytes` and `max_samples`. `name` returns the name of a shard by its number, counted from
+    `first`. `finished` is called with the table of each finished shard.
+    """
 
     def __init__(
         self,
@@ -131,9 +136,10 @@ class ShardSeries:
 
     @property
     def last_key(self) -> str:
-        """Return the key of the last sample in the open shard.
+        """Return the key of the last sample in the open shard, or "".
 
-        The next sample must have another key."""
+        The next sample must have another key.
+        """
         return "" if self._shard is None else self._shard.last_key
 
     def add(self, key: str, parts: Mapping[str, PartData]) -> None:

@@ -142,16 +142,16 @@ class ShardWriter:
         self._settings = _Settings(max_bytes, max_samples, part)
         self._prefix = "" if part is None else f"{part[0]:05d}-of-{part[1]:05d}-"
         self._open_mark = self._work / f"{self._prefix}{OPEN}"
-        self._ended = ""  # why nothing can be written any more
+        self._ended = ""  # why nothing can be written any more, such as "is closed"; "" while it can
         self._reject_other_origins()
         self._work.mkdir(parents=True, exist_ok=True)
-        self._lock, lock = contextlib.ExitStack(), self._work / f"{self._prefix}lock"
-        lock.touch()
-        others = f"another writer is at {self._prefix}*.tar. Give each process its part=(i, n)"
-        self._lock.enter_context(locked(lock, f"{self._folder}: {others}"))
+        self._lock, lock_path = contextlib.ExitStack(), self._work / f"{self._prefix}lock"
+        lock_path.touch()
+        busy = f"another writer is at {self._prefix}*.tar. Give each process its part=(i, n)"
+        self._lock.enter_context(locked(lock_path, f"{self._folder}: {busy}"))
         try:
-            self._settle()
-            self._sweep()
+            self._store_settings()
+            self._remove_unfinished()
             self._entries = [*self._finished()]
             self._series = ShardSeries(
                 self._work, self._name, max_bytes, max_samples, self._publish, len(self._entries)
@@ -232,12 +232,12 @@ class ShardWriter:
         name = table.entry.name
         write_index(self._work / f"{name}.index", [table], TARS)
         write_tar_idx(self._work / name, table)
-        for each in (f"{name}.idx", name):
-            (self._work / each).replace(self._folder / each)
+        for file in (f"{name}.idx", name):
+            (self._work / file).replace(self._folder / file)
         self._entries.append(table.entry)
 
     def _abandon(self, why: str) -> None:
-        """Leave the open shard unfinished, and let others write here."""
+        """Remove the open shard, and unlock the folder. `why` completes "this writer …" in later errors."""
         if self._ended:
             return
         self._ended = why
@@ -245,6 +245,7 @@ class ShardWriter:
         self._lock.close()
 
     def _name(self, number: int) -> str:
+        """Return the name of the shard with this number."""
         return f"{self._prefix}{number:06d}.tar"
 
     def _reject_other_origins(self) -> None:
@@ -253,20 +254,20 @@ class ShardWriter:
         if (self._folder / MANIFEST).exists() or (not written and any(self._folder.glob("*.tar"))):
             raise SavableError(f"{self._folder} has shards of another origin. Write into another folder")
 
-    def _settle(self) -> None:
+    def _store_settings(self) -> None:
         """Store the settings in the folder. Raises `SavableError` if it was started with others."""
         ours = self._settings
         for path in self._work.glob("*settings.json"):
             found = msgspec.json.decode(path.read_bytes(), type=_Settings)
-            parts, is_own = ((each.part or (0, 1))[1] for each in (found, ours)), found.part == ours.part
-            if len({*parts}) > 1 or (is_own and found != ours):
+            counts = {(settings.part or (0, 1))[1] for settings in (found, ours)}  # of processes
+            if len(counts) > 1 or (found.part == ours.part and found != ours):
                 raise SavableError(
                     f"{self._folder} was started with other settings. Pass the same, or another folder\n"
                     f"{_described(found)}, here {_described(ours)}"
                 )
         replace_file(self._work / f"{self._prefix}settings.json", [msgspec.json.encode(ours)], sync=True)
 
-    def _sweep(self) -> None:
+    def _remove_unfinished(self) -> None:
         """Remove the unfinished files of a killed writer."""
         for pattern in ("*.tmp", "[0-9]*.tar", "[0-9]*.tar.idx"):
             for path in self._work.glob(f"{self._prefix}{pattern}"):
@@ -289,6 +290,7 @@ class ShardWriter:
             return next(extent.key for extent in tar_samples(name, file.fileno()))
 
     def _entry(self, name: str, known: dict[str, ShardEntry]) -> ShardEntry:
+        """Return the entry of a finished shard. Raises `SavableError` if the shard was changed."""
         try:
             entry = TarIndex(self._work / f"{name}.index").shards[0]
         except (OSError, ValueError, SavableError, IndexError):

@@ -1,9 +1,10 @@
-"""The source of a conversion, opened once in each process.
+"""Files of a conversion's source, opened once in each process.
 
     files ─ find_source ─▶ format, files, settings ─ open_store ─▶ rows of a store
     compressed files ─ each is decompressed by the job that writes it ─▶ the same
 
-The source is as it was at the start: each process compares the index, and each job the files that it read.
+A source that changes during the conversion is an error: each process compares its index with that of the start, and
+each job checks the files that it read.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ from savable_pipeline.errors import SavableError, ShardError
 
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
-_MANY = 4096  # most files whose first bytes are read; in more files, compression is seldom hidden by the names
-_PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # in bytes
+_MANY = 4096  # files whose first bytes are read, because compressed files may be named like plain ones
+_PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # bytes to recognize a format, to copy at a time, and to prefetch
 
 
 class RowSpan(NamedTuple):
-    """Rows `start` to `end - 1` of a file. `number` is that of the first."""
+    """Rows `start` to `end - 1` of a file, or of a list of compressed files."""
 
     file: int
     start: int
     end: int
-    number: int
+    number: int  # number of the first row in the whole source
 
 
 class PackedFile(NamedTuple):
@@ -134,6 +135,7 @@ def _compression(path: str, head: bytes) -> str:
 
 
 def _head(found: Source, root: str, name: str) -> bytes:
+    """Return the first bytes of a file, or b"" if it cannot be read."""
     if found.session is not None:
         return found.session.heads(root, {name: HEAD}).get(name, b"")
     with contextlib.suppress(OSError), open_file(f"{root}/{name}") as file:
@@ -142,6 +144,7 @@ def _head(found: Source, root: str, name: str) -> bytes:
 
 
 def _packed_source(address: str, found: Source, root: str, files: list[str]) -> SourceFiles:
+    """Return the source of compressed `files`, and of plain ones among them."""
     form = found.format
     if form != TARS:  # only the first bytes tell a list of JSON from lines
         plain = {_plain_name(name): name for name in files}
@@ -154,6 +157,7 @@ def _packed_source(address: str, found: Source, root: str, files: list[str]) -> 
 
 
 def _plain_name(name: str) -> str:
+    """Return a name without the suffix of its compression."""
     return next((name[: -len(ending)] for ending in _ENDINGS if name.lower().endswith(ending)), name)
 
 
@@ -171,11 +175,9 @@ def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
 
 @contextlib.contextmanager
 def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
-    """Open the content of a file that may be compressed.
+    """Open a file, decompressed if it is compressed.
 
-    A line has at most `line_bytes`.
-
-    Raises `DamagedError` in the block, and as `open_file`.
+    Raises `DamagedError` in the block, also for a line of more than `line_bytes`, and as `open_file`.
     """
     with open_file(path) as file:
         kind = _compression(path, file.peek(HEAD)[:HEAD])
@@ -262,9 +264,9 @@ class SourceFiles:
         dataset = self.dataset()
         names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
         times = (os.stat(Path(dataset.address, name)).st_mtime_ns for name in names)  # noqa: PTH116  # there may be many
-        found = replace(self, digest=index_digest(self, dataset), written_ns=max(times, default=0))
-        _open[0] = found.digest, found.files
-        return found
+        indexed = replace(self, digest=index_digest(self, dataset), written_ns=max(times, default=0))
+        _open[0] = indexed.digest, indexed.files
+        return indexed
 
     @property
     def is_remote(self) -> bool:
@@ -272,9 +274,9 @@ class SourceFiles:
         return self.found.session is not None
 
     def check(self, file: int) -> None:
-        """Check that a file on a disk was not written after the start.
+        """Raise `SavableError` if the local file was written after the start.
 
-        Other files are checked when they are read. Raises `SavableError`.
+        Remote and raw files are checked when they are read.
         """
         if self.written_ns:
             dataset = self.dataset()
@@ -284,9 +286,9 @@ class SourceFiles:
                 raise changed(path, f"{size} bytes at the start, {stat.st_size} now, written since")
 
     def for_machine(self, spans: tuple[RowSpan, ...]) -> tuple[SourceFiles, tuple[RowSpan, ...]]:
-        """Return the source of these rows for another machine.
+        """Return the source of these rows, and the rows, for another machine.
 
-        Of remote files it has their rows of the index.
+        For remote files, the source has the rows of the index, so the machine does not index them again.
         """
         if not self.is_remote or self.packed:
             return self, spans
@@ -305,13 +307,13 @@ class SourceFiles:
     def unpacked(self, number: int, folder: Path) -> Iterator[tuple[SourceFiles, str]]:
         """Decompress a file into a folder, and yield its source and its error.
 
-        The error is "" if the file could be read to its end.
+        The error is "" if the file could be read to its end. The folder is removed at the end.
 
-        Raises `SavableError` if it changed.
+        Raises `SavableError` if the file changed.
         """
         packed = self.packed[number]
-        base = _plain_name(packed.name).rpartition("/")[2]
-        plain, fault = folder / (base if base.endswith(self.form.suffixes) else base + self.form.suffixes[0]), ""
+        base, fault = _plain_name(packed.name).rpartition("/")[2], ""
+        plain = folder / (base if base.endswith(self.form.suffixes) else base + self.form.suffixes[0])
         most = self.settings.get("unpacked_bytes") if self.form in TABLES else None
         try:
             with open_content(packed.path, most) as content, plain.open("wb") as file:
@@ -363,7 +365,7 @@ class EmptySourceError(Exception):
 
 
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
-    """Return the dataset of remote files by their index rows. Raises `ShardError` for a replaced one."""
+    """Return the dataset of the `files` of a source, by their index rows. Raises `ShardError` for a replaced file."""
     folder, session = stack.enter_context(scratch())
     url, form = source.files[0].url, source.form.for_settings(dict(source.settings))
     stamps = stamps_of(url, [file.name for file in source.files], session)
@@ -380,7 +382,7 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
 def index_digest(source: SourceFiles, dataset: Dataset) -> str:
     """Return a hash of the index rows of the files.
 
-    For a folder it covers the times of the last writes.
+    For a folder, it also covers the times of the last writes.
     """
     store: Any = dataset.store
     return hashlib.sha256(dataset.digest() + (bytes(store.table.times) if source.form == FOLDER else b"")).hexdigest()
@@ -401,9 +403,10 @@ def _digest(rows: Any) -> str:
 
 
 def versions_of(source: SourceFiles) -> tuple[str, str, int]:
-    """Return the files' identity, a hash of their versions, and the last change.
+    """Return the source's identity, a hash of its files' versions, and a time.
 
-    Files of a server have no such time, because their versions cover every change.
+    The time is that of the last change to a file, in ns. The identity and the time are "" and 0 for files of a server,
+    because their versions cover every change.
     """
     store: Any = None if source.packed else source.dataset().store
     if source.is_remote:
@@ -426,8 +429,8 @@ def versions_of(source: SourceFiles) -> tuple[str, str, int]:
     return hashlib.sha256(root.encode("utf-8", "surrogateescape")).hexdigest()[:16], digest.hexdigest(), newest_ns
 
 
-def changed(path: Path | str, found: str) -> SavableError:
+def changed(path: Path | str, fault: str) -> SavableError:
     """Return the error for a source that changed since the conversion started."""
     return SavableError(
-        f"{path}: {found}: it changed during the conversion. Do not change the input, and convert into another folder"
+        f"{path}: {fault}: it changed during the conversion. Do not change the input, and convert into another folder"
     )

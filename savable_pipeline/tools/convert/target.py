@@ -1,9 +1,9 @@
 """Target of a conversion: a folder, or a bucket with a local mirror.
 
-The mirror has the metadata and the records.
+The mirror has the metadata, and the records of the ranges.
 
-    mirror/.nv-meta/…  ─ at the end, the manifest as the last ─▶  s3://bucket/out/.nv-meta/…
-    a range            ─ its shards ─▶  s3://bucket/out/.nv-meta/savable.convert/000012/…  ─ renamed ─▶  000034.tar
+    mirror/.nv-meta/…  ─ uploaded at the end, the manifest last ─▶  s3://bucket/out/.nv-meta/…
+    a range            ─ shards ─▶  s3://bucket/out/.nv-meta/savable.convert/000012/…  ─ renamed ─▶  000034.tar
 
 A conversion into a bucket that was stopped starts again, from any machine. The mirror is removed at the end.
 """
@@ -34,7 +34,7 @@ class Target:
 
     folder: Path
     bucket: Bucket | None = None
-    objects: list[str] = field(default_factory=list)  # names in the bucket at the start
+    objects: list[str] = field(default_factory=list)  # names of the objects in the bucket at the start
 
     @property
     def name(self) -> str:
@@ -53,9 +53,9 @@ class Target:
             self.bucket.upload(MANIFEST, self.folder / MANIFEST)
 
     def publish_shard(self, shard: str, name: str) -> None:
-        """Rename a shard of a range to its final name, with its offsets.
+        """Rename a shard of a range to its final name, after its file of offsets.
 
-        It has no effect if the shard was renamed before.
+        A shard that was renamed before a kill stays.
         """
         offsets = f"{name}.idx"
         if self.bucket is not None:
@@ -67,9 +67,9 @@ class Target:
             (self.work / shard).replace(self.folder / name)
 
     def publish(self, shards: set[str]) -> None:
-        """Upload the metadata, and last the manifest.
+        """Upload the metadata to the bucket, the manifest last.
 
-        What a stopped conversion wrote is removed.
+        Objects of a stopped conversion that are not among the final `shards` are removed.
         """
         if self.bucket is None:
             return

@@ -22,7 +22,7 @@ def stopped_conversion(source: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("savable_pipeline.tools.convert.finish.describe_tables", stop)
+        patch.setattr("savable_pipeline.tools.convert.finish.write_index", stop)
         run_conversion(source, target, SMALL, workers=1)
 
 

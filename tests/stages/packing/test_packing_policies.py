@@ -34,6 +34,21 @@ SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3)), max_size=80)
 LIMIT = 4096
 
 
+@pytest.mark.parametrize("policy", ["sequential", "first_fit", "best_fit"])
+@pytest.mark.parametrize(("length", "images"), [(10, 0), (2, 3)])
+def test_pack_that_is_full_in_tokens_or_cost_is_due(policy: Policy, length: int, images: int) -> None:
+    def cost(length: int, images: int) -> int:
+        return length + 6 * images
+
+    bounds: dict[str, Any] = {"max_length": 10, "max_images": 9, "open_packs": 4}
+    packing = build_packing(policy, key=0, max_cost=20, costing=Costing("test", cost), **bounds)
+    for part, is_due in ((length - 1, False), (1, True)):
+        packing.add(
+            Piece((part, 0, 0), length=part, images=images * is_due, total=part, cost=cost(part, images * is_due))
+        )
+        assert (packing.due() is packing.packs[0]) == is_due
+
+
 def laid_out(
     sizes: list[tuple[int, int]], packing: Packing, cut: Callable[[Piece], list[Piece]] = lambda piece: [piece]
 ) -> list[OpenPack]:

@@ -24,14 +24,19 @@ from tests.support.toy_files import file_hashes, reject_reasons
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    """A folder of four tars of two samples each, three of them compressed, each in its way."""
+    """A folder of five tars of two samples each, compressed in four ways."""
     source = tmp_path / "in"
-    kinds = {"a.tar.gz": gzip, "b/c.tgz": gzip, "d.tar.bz2": bz2, "e.tar.xz": lzma}
+    kinds: dict[str, Any] = {
+        "a.tar.gz": gzip,
+        "b/c.tgz": gzip,
+        "d.tar.bz2": bz2,
+        "e.tar.xz": lzma,
+        "f.tar.zst": zstandard,
+    }
     for i, (name, kind) in enumerate(kinds.items()):
         write_tar(tmp_path / "plain.tar", [(f"k{2 * i + n}.txt", b"text %d" % (2 * i + n)) for n in range(2)])
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(kind.compress((tmp_path / "plain.tar").read_bytes()))
-    write_tar(source / "f.tar", [("k8.txt", b"text 8"), ("k9.txt", b"text 9")])
     return source
 
 
@@ -92,10 +97,16 @@ def test_suffixes_in_capitals_are_recognized(packed: Path, tmp_path: Path) -> No
     (packed / "a.tar.gz").rename(packed / "a.TAR.GZ")
     (packed / "b/c.tgz").rename(packed / "b/c.TGZ")
     (packed / "d.tar.bz2").rename(packed / "d.Tar.Bz2")
-    (packed / "f.tar").rename(packed / "f.TAR")
+    (packed / "f.tar.zst").rename(packed / "f.TAR.Zst")
     assert run_conversion(packed, tmp_path / "out", Options()).samples == 10
     assert texts(tmp_path / "out") == [f"text {i}" for i in range(10)]
     assert run_conversion(packed / "a.TAR.GZ", tmp_path / "one", Options()).samples == 2
+
+
+def test_plain_tars_are_converted_with_compressed_ones_if_both_are_named(packed: Path, tmp_path: Path) -> None:
+    write_tar(packed / "h.tar", [("k10.txt", b"text 10")])
+    assert run_conversion(f"{packed}/*.*", tmp_path / "out", Options()).samples == 9
+    assert run_conversion(packed, tmp_path / "plain", Options(), reshard=True).samples == len(texts(packed)) == 1
 
 
 def test_settings_apply_to_compressed_tars_as_to_plain_ones(packed: Path, tmp_path: Path) -> None:
@@ -110,8 +121,10 @@ def test_settings_apply_to_compressed_tars_as_to_plain_ones(packed: Path, tmp_pa
 
 
 def test_compressed_tar_that_changes_during_conversion_is_an_error(packed: Path, tmp_path: Path) -> None:
-    raw, later = (packed / "f.tar").read_bytes(), packed / "f.tar"
-    with pytest.raises(SavableError, match=r"f\.tar: another file than at the start: it changed during the conversion"):
+    raw, later = (packed / "f.tar.zst").read_bytes(), packed / "f.tar.zst"
+    with pytest.raises(
+        SavableError, match=r"f\.tar\.zst: another file than at the start: it changed during the conversion"
+    ):
         run_conversion(packed, tmp_path / "out", Options(), progress=lambda *_: later.write_bytes(raw[::-1]))
 
 
