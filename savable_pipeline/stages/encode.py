@@ -355,16 +355,16 @@ class Encode(ChunkedStage, ItemStage):
         ref = element.ref
         opened, size = self._opened.pop(ref[:2], (None, None)) if type(ref) is tuple else (None, None)
         sample = self.source.fetch(ref) if opened is None else opened
-        counted_here = opened is not None
+        was_counted = opened is not None
         if sample.index in self.info.excluded:
             return EXCLUDED
-        if (lost := self._skipped.known_loss(sample, counted_here=counted_here)) is not None:
+        if (lost := self._skipped.known_loss(sample, was_counted=was_counted)) is not None:
             return lost
         self._report_sample(sample)
         try:
             return self.keyed.seeding.call_alone(self.keyed.rebuild, sample, element, size)
         except EncoderError as failed:
-            return self._skipped.lose(sample, failed.error, counted_here=counted_here)
+            return self._skipped.lose(sample, failed.error, was_counted=was_counted)
 
     @property
     def _always_one_item(self) -> bool:

@@ -183,36 +183,36 @@ class SkippedSamples:
         """Count a sample in `avoided` as skipped again."""
         self._skip_for_error(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
-    def lose(self, sample: Sample, error: Exception, *, counted_here: bool) -> Skip:
+    def lose(self, sample: Sample, error: Exception, *, was_counted: bool) -> Skip:
         """Return the `Skip` of a sample whose item was yielded, but fails now.
 
-        `counted_here` is whether this object counted the item. It is False if the run that saved the state did. Raises
+        `was_counted` is whether this object counted the item. It is False if the run that saved the state did. Raises
         the error if `tolerate` does.
         """
         self.tolerate(sample, error)
-        return self._subtract_item(sample, reason_of(error), counted_here=counted_here)
+        return self._subtract_item(sample, reason_of(error), was_counted=was_counted)
 
-    def known_loss(self, sample: Sample, *, counted_here: bool) -> Skip | None:
+    def known_loss(self, sample: Sample, *, was_counted: bool) -> Skip | None:
         """Return the `Skip` of a sample that is known to be lost, or None.
 
-        A loss is counted the first time. `counted_here` is as for `lose`.
+        A loss is counted the first time. `was_counted` is as for `lose`.
         """
         ref = sample.index, sample.epoch
         if ref in self._lost_reasons:
             return Skip(self._lost_reasons[ref])
         if not (reason := self.avoided.get(ref) or absent_reason(sample.origin)):
             return None
-        skip = self._subtract_item(sample, reason, counted_here=counted_here)
+        skip = self._subtract_item(sample, reason, was_counted=was_counted)
         self.count_skip(sample, skip)
         return skip
 
-    def _subtract_item(self, sample: Sample, reason: str, *, counted_here: bool) -> Skip:
+    def _subtract_item(self, sample: Sample, reason: str, *, was_counted: bool) -> Skip:
         """Subtract the item of a lost sample from the counts, and return the sample's `Skip`.
 
-        The counter of its source is subtracted even if not `counted_here`: the state has this counter, so a resumed run
+        The counter of its source is subtracted even if not `was_counted`: the state has this counter, so a resumed run
         continues it.
         """
-        self._counts["items"] -= counted_here
+        self._counts["items"] -= was_counted
         self._counts[source_counter(sample.index, "items")] -= 1
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _MOST_REMEMBERED:
