@@ -531,9 +531,7 @@ def size_of(item: Any) -> int:
     pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
     if pillow is not None and isinstance(item, pillow.Image):
         return int(item.width * item.height * len(item.getbands()))
-    if hasattr(item, "__dict__"):
-        return 64 + size_of(vars(item))
-    return sys.getsizeof(item)
+    return 64 + size_of(vars(item)) if hasattr(item, "__dict__") else sys.getsizeof(item)
 
 
 def _size_of_parts(parts: list[Any]) -> int:

@@ -145,7 +145,7 @@ class SkippedSamples:
             self._counts.update(skip_counters(skip.reason, sample.index))
         else:
             row = self._by_source.count_dropped(skip.reason, (sample.index, sample.epoch))
-            source = sample.origin.names.get(tag_of(sample.index))
+            source = sample.origin.source_names.get(tag_of(sample.index))
             of_source = f" of the source {source!r}" if source and row > self._skipped_in_row else ""
             row = max(row, self._skipped_in_row)
         if row & 1023 == 0 and row.bit_count() == 1:  # 1024, 2048, 4096, …

@@ -75,7 +75,7 @@ def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozense
 
     A file or a decision of the run excludes them. The indices are without the tag.
     """
-    of_file = frozenset[int]() if file is None else file.numbers
+    of_file = frozenset[int]() if file is None else file.indices
     decided = lane.facts.decisions.excluded.get(tag)
     if decided is None:
         return of_file

@@ -44,7 +44,7 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.sample_names import OTHER, TABLES, FileNames, is_for_people, is_media_file, stem_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
+from savable_pipeline.data.stores.table_store import BYTE_ORDER_MARK, FILE_FIELDS, FIRST_ROWS, JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
@@ -316,7 +316,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete rows in the first bytes of a table."""
-    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip(" \r\n")
+    text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \r\n")
     with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
             lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]

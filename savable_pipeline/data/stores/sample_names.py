@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_TARS
+from savable_pipeline.data.shards.paths import LANCE, LANCE_FIX, PACKED_TARS
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -25,7 +25,7 @@ _OF_OTHER_LIBRARIES = ".h5 .hdf5 .lmdb .mdb .tfrecord .tfrecords .beton .rec .db
 CONTAINERS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
     **dict.fromkeys(_OF_OTHER_LIBRARIES.split(), OTHER),
-    LANCE: LANCE_CURE,
+    LANCE: LANCE_FIX,
     **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
     ".mds": "name the folder with its index.json",
 }
@@ -69,8 +69,7 @@ def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, 
     """
     files: dict[str, str] = {}
     for extension, path, size, fault in parts:
-        other = files.get(extension.lower())
-        if other is not None:
+        if (other := files.get(extension.lower())) is not None:
             fault = fault or f"two parts with one extension: {other} and {path}"
         files[extension.lower()] = path
         is_empty = not size and extension.lower() not in TEXT_PARTS and part_type(extension) not in SUBTITLE_PARTS

@@ -470,7 +470,7 @@ class RecordReader(_TakesLane):
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
             **self.dataset.known_media.settings(),
-            **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
+            **({"exclude": excluded.digest} if excluded is not None and excluded.indices else {}),
         }
 
     def name_branch(self, name: str) -> None:
@@ -484,7 +484,7 @@ class RecordReader(_TakesLane):
         vars(self).pop("info", None)
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
-        self.dataset.names[self.tag] = name
+        self.dataset.source_names[self.tag] = name
         self._start_with(self.lane.facts.growth.get(name, ()))
 
     @property

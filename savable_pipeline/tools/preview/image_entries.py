@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.decoding import convert_image, has_alpha
-from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
+from savable_pipeline.data.shards.orientation import turned, upright_size, with_orientation
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
@@ -245,6 +245,6 @@ def _decode_upright(image: Image.Image) -> Pixels:
     if image.mode.startswith(("I", "F")):  # more than 8 bits per channel, which a conversion would clip
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
-    image, orientation = to_be_turned(image, exif=True)
+    image, orientation = with_orientation(image, exif=True)
     image.draft("RGB", (2 * _THUMBNAIL_SIDE, 2 * _THUMBNAIL_SIDE))  # a JPEG is decoded at a reduced size
     return np.asarray(convert_image(turned(image, orientation), "RGB", "white"))
