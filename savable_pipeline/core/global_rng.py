@@ -190,12 +190,12 @@ def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[
     return cycle(states)
 
 
-def _accesses(seeded_generators: Collection[str] = KINDS) -> list[_Access]:
+def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     """Return how to read and set the states of these generators, as far as they are imported."""
-    found = [_python_access()] if "python" in seeded_generators else []
-    if "numpy" in seeded_generators:
+    found = [_python_access()] if "python" in chosen else []
+    if "numpy" in chosen:
         found.append(_numpy_access(_bit_generator(np.random)))
-    if "torch" in seeded_generators and (torch := imported("torch")):
+    if "torch" in chosen and (torch := imported("torch")):
         found.append((torch.default_generator.get_state, torch.default_generator.set_state))
     return found
 

@@ -87,7 +87,7 @@ class RunFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     def digest(self) -> int:
         """Hash of the facts that decide a lane's batches in any epoch; 0 for none.
 
-        Each lane's state has it.
+        Each lane's state has this hash, so it must fit into a `SavedCount`.
         """
         if not self.growth and not self.decisions:
             return 0

@@ -41,10 +41,10 @@ def check_numbers(name: str, order: Any, state: Any) -> None:
     """
     if type(order) is type(state) is int and (order, state) == (ORDER, STATE):
         return
-    saved = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
+    saved_order, saved_state = [reprlib.repr(number).replace("None", "none") for number in (order, state)]
     commits = [commit for numbers, commit in LAST_COMMITS.items() if numbers == (order, state)]
     commit = f"commit {commits[0]}" if commits else "its own release"
     raise StateError(
-        f"{name}: saved with ORDER {saved[0]} and STATE {saved[1]}, but this release reads ORDER {ORDER} and STATE "
-        f"{STATE}. Load it with {commit}"
+        f"{name}: saved with ORDER {saved_order} and STATE {saved_state}, but this release reads ORDER {ORDER} and "
+        f"STATE {STATE}. Load it with {commit}"
     )

@@ -37,9 +37,10 @@ class Difference(NamedTuple):
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a batch that are not containers, with their paths.
+    """Yield (path, value) of each part of a batch that is not a container.
 
-    Their order is fixed.
+    A path is where the part is, such as `batch.tokens[0]`. Paths like `batch.keys` and `batch.length` have the keys or
+    the type and length of a container. The order of parts depends only on the batch.
     """
     if isinstance(value, Sample):
         yield f"{path}.ref", tuple(value.ref)
@@ -48,10 +49,10 @@ def leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
         yield f"{path}.length", (type(value).__name__, len(parts))
         for i, part in enumerate(parts):
             yield from leaves(part, f"{path}[{i}]")
-    elif (named := named_parts(value)) is not None:
+    elif (fields := named_parts(value)) is not None:
         is_mapping = isinstance(value, Mapping)
-        yield f"{path}.keys", [str(name) for name in named]
-        for name, part in named.items():
+        yield f"{path}.keys", [str(name) for name in fields]
+        for name, part in fields.items():
             yield from leaves(part, f"{path}[{name!r}]" if is_mapping else f"{path}.{name}")
     else:
         yield path, value
@@ -64,7 +65,7 @@ def digest(batch: Any) -> str:
     """
     hasher = xxh3_128()
     for path, leaf in leaves(batch):
-        kind, raw = _bytes(leaf)
+        kind, raw = _type_and_bytes(leaf)
         hasher.update(f"{path}\0{kind}\0{len(raw)}\0".encode())
         hasher.update(raw)
     return hasher.hexdigest()
@@ -94,7 +95,8 @@ def difference_of_leaves(
     for (path, expected_leaf), (other_path, found_leaf) in zip(expected, found, strict=False):
         if path != other_path:
             return Difference("structure", path, other_path)
-        if _bytes(expected_leaf) != _bytes(found_leaf) and compares(expected_leaf) and compares(found_leaf):
+        is_equal = _type_and_bytes(expected_leaf) == _type_and_bytes(found_leaf)
+        if not is_equal and compares(expected_leaf) and compares(found_leaf):
             return _difference(path, expected_leaf, found_leaf)
     if len(expected) != len(found):
         return Difference("structure", f"{len(expected)} parts", f"{len(found)} parts")
@@ -124,7 +126,7 @@ def _copied(leaf: Any) -> Any:
     return leaf
 
 
-def _bytes(leaf: Any) -> tuple[str, bytes]:
+def _type_and_bytes(leaf: Any) -> tuple[str, bytes]:
     """Return (type, bytes) of a leaf, which are equal for equal leaves."""
     torch = imported("torch")  # if nothing has imported torch, no leaf is a tensor
     if torch is not None and isinstance(leaf, torch.Tensor):
@@ -137,46 +139,46 @@ def _bytes(leaf: Any) -> tuple[str, bytes]:
         return f"numpy {array.dtype} {array.shape}", raw
     if isinstance(leaf, bytes | bytearray):
         return "bytes", bytes(leaf)
-    images = imported("PIL.Image")
-    if images is not None and isinstance(leaf, images.Image):
+    if (images := imported("PIL.Image")) is not None and isinstance(leaf, images.Image):
         return f"{leaf.mode} {leaf.size}", leaf.tobytes()
     if isinstance(leaf, set | frozenset):  # equal sets may have different orders
         return type(leaf).__name__, repr(sorted(map(repr, leaf))).encode()
     return type(leaf).__name__, repr(leaf).encode()
 
 
-def _difference(path: str, left: Any, right: Any) -> Difference:
+def _difference(path: str, expected: Any, found: Any) -> Difference:
     """Describe the difference of two leaves that differ; for arrays of one shape and type, with row and element."""
-    kinds = _bytes(left)[0], _bytes(right)[0]
-    if not all(hasattr(part, "shape") for part in (left, right)):
-        return Difference(path, _short(left), _short(right), parts=(left, right))
-    if kinds[0] != kinds[1]:
-        return Difference(path, *kinds, parts=(left, right))
-    if not left.shape:
-        return Difference(path, _short(left), _short(right), parts=(left, right))
-    differing = [i for i in range(len(left)) if _bytes(left[i]) != _bytes(right[i])]
+    (expected_type, _), (found_type, _) = _type_and_bytes(expected), _type_and_bytes(found)
+    if not all(hasattr(part, "shape") for part in (expected, found)):
+        return Difference(path, _short(expected), _short(found), parts=(expected, found))
+    if expected_type != found_type:
+        return Difference(path, expected_type, found_type, parts=(expected, found))
+    if not expected.shape:
+        return Difference(path, _short(expected), _short(found), parts=(expected, found))
+    differing = [i for i in range(len(expected)) if _type_and_bytes(expected[i]) != _type_and_bytes(found[i])]
     row = differing[0]
-    index, differ = _first_element(left[row], right[row])
-    count = f"{len(differing)} of {len(left)} differ"
-    element = f" at {list(index)}, {differ}" if index else ""
-    shown = _short(left[row][index]), _short(right[row][index])
-    return Difference(path, *shown, row, count, element, (left, right))
+    index, differing_values = _first_element(expected[row], found[row])
+    rows = f"{len(differing)} of {len(expected)} differ"
+    element = f" at {list(index)}, {differing_values}" if index else ""
+    shown = _short(expected[row][index]), _short(found[row][index])
+    return Difference(path, *shown, row, rows, element, (expected, found))
 
 
 _FEW = 8  # a row of at most 8 values is shown whole, a longer one by its first differing value
 
 
-def _first_element(left: Any, right: Any) -> tuple[tuple[int, ...], str]:
+def _first_element(expected: Any, found: Any) -> tuple[tuple[int, ...], str]:
     """Return the index of the first differing element, and how many elements differ as text.
 
     Small arrays are shown whole: for them the index is (), and the text empty.
     """
-    size = int(np.prod(left.shape))
-    if size <= _FEW or getattr(left.dtype, "hasobject", False):
+    size = int(np.prod(expected.shape))
+    if size <= _FEW or getattr(expected.dtype, "hasobject", False):
         return (), ""
-    first_bytes, second_bytes = (np.frombuffer(_bytes(part)[1], np.uint8).reshape(size, -1) for part in (left, right))
-    differing = np.flatnonzero((first_bytes != second_bytes).any(axis=1))
-    index = np.unravel_index(differing[0], tuple(left.shape))
+    (_, expected_bytes), (_, found_bytes) = _type_and_bytes(expected), _type_and_bytes(found)
+    differs = np.frombuffer(expected_bytes, np.uint8) != np.frombuffer(found_bytes, np.uint8)
+    differing = np.flatnonzero(differs.reshape(size, -1).any(axis=1))
+    index = np.unravel_index(differing[0], tuple(expected.shape))
     return tuple(int(i) for i in index), f"{len(differing):,} of {size:,} values differ"
 
 

@@ -72,8 +72,8 @@ class BatchSamples:
     def by_row(self) -> list[list[ItemRef]]:
         """Return the refs of the items of each row."""
         refs, rows = self.arrays
-        numbers = range(len(refs)) if rows is None else rows.tolist()
-        refs_by_row: list[list[ItemRef]] = [[] for _ in range(max(numbers, default=-1) + 1)]
-        for row, ref in zip(numbers, refs.tolist(), strict=True):
+        row_numbers = range(len(refs)) if rows is None else rows.tolist()
+        refs_by_row: list[list[ItemRef]] = [[] for _ in range(max(row_numbers, default=-1) + 1)]
+        for row, ref in zip(row_numbers, refs.tolist(), strict=True):
             refs_by_row[row].append(tuple(ref))
         return refs_by_row

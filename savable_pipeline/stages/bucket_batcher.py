@@ -52,21 +52,21 @@ class BucketSizes:
     ) -> None:
         self._size_argument, self._max_tokens, self._grouped = size, max_tokens, grouped
         self.bounds = [index(bound) for bound in bounds]
-        if any(a >= b for a, b in pairwise([0, *self.bounds])) or not (self.bounds or grouped):
+        if any(lower >= upper for lower, upper in pairwise([0, *self.bounds])) or not (self.bounds or grouped):
             raise ValueError(f"BucketBatcher: bounds must be positive lengths in ascending order, not {bounds}")
         if (size is None) == (max_tokens is None):
             raise ValueError("BucketBatcher: pass size or max_tokens, not both")
         if (isinstance(size, Mapping) or callable(size)) and not grouped:
             raise ValueError("BucketBatcher: a size per group needs group=")
         self.buckets = len(self.bounds) or 1
-        self._groups: dict[Group, list[int]] = {}
-        self._every: list[int] = []
+        self._sizes_by_group: dict[Group, list[int]] = {}
+        self._common_sizes: list[int] = []  # the size for each bucket, if all groups have the same
         if max_tokens is not None:
-            self._every = self._by_tokens(max_tokens)
+            self._common_sizes = self._by_tokens(max_tokens)
         elif isinstance(size, Mapping):
-            self._groups = {plain_group(group): self._sizes(each) for group, each in size.items()}
+            self._sizes_by_group = {plain_group(group): self._sizes(of_group) for group, of_group in size.items()}
         elif size is not None and not callable(size):
-            self._every = self._sizes(size)
+            self._common_sizes = self._sizes(size)
 
     def _by_tokens(self, max_tokens: int) -> list[int]:
         """Return for each bucket how many of its longest items fit `max_tokens`."""
@@ -92,14 +92,14 @@ class BucketSizes:
 
         Raises ValueError for a group without a size.
         """
-        if self._every:
-            return self._every[bucket]
+        if self._common_sizes:
+            return self._common_sizes[bucket]
         if callable(self._size_argument):
             return self._sizes(self._size_argument(group))[bucket]
-        if group not in self._groups:
-            known = ", ".join(map(repr, self._groups))
+        if group not in self._sizes_by_group:
+            known = ", ".join(map(repr, self._sizes_by_group))
             raise ValueError(f"group {group!r} has no size. Add one. Sizes exist for {known}.")
-        return self._groups[group][bucket]
+        return self._sizes_by_group[group][bucket]
 
     def checked_group(self, group: Any) -> Group:
         """Return a group as the plain value that a state has.
@@ -264,8 +264,7 @@ class BucketBatcher(EncoderBatches):
         self._rule = rule if same_bucket else None
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
-        key = self._next_bucket()
-        if key is None:
+        if (key := self._next_bucket()) is None:
             return None
         buffer, size = self._buckets[key], self._size(key)
         refs, self._due_key = buffer.refs(size), key
@@ -273,8 +272,8 @@ class BucketBatcher(EncoderBatches):
         return buffer.values(size, skips=self.lane.skips), refs, size
 
     def _rows_of(self, item: Any) -> int:
-        key = self._key(Element((), item))
-        return 0 if key[1] == self._sizes.buckets else self._size(key)
+        group, bucket = self._key(Element((), item))
+        return 0 if bucket == self._sizes.buckets else self._size((group, bucket))
 
     def _next_bucket(self) -> BucketKey | None:
         """Return the bucket of the next batch after building its items, or None at the end."""
@@ -314,8 +313,7 @@ class BucketBatcher(EncoderBatches):
         full = {key: batches for key, buffer in self._buckets.items() if (batches := len(buffer) // self._size(key))}
         count = sum(full.values())
         while count < wanted and (self._taken or self._taken.fill(1)):
-            key = self._put_taken()
-            if key is not None and len(self._buckets[key]) % self._size(key) == 0:
+            if (key := self._put_taken()) is not None and len(self._buckets[key]) % self._size(key) == 0:
                 full[key] = full.get(key, 0) + 1
                 count += 1
         if full and self._rule is not None:
@@ -329,8 +327,7 @@ class BucketBatcher(EncoderBatches):
     def _put_taken(self) -> BucketKey | None:
         """Put the taken item into its bucket, and return the bucket, or None if the item is dropped."""
         element = self._taken[0]
-        key = self._key_unbuilt(element)
-        if key is None:
+        if (key := self._key_unbuilt(element)) is None:
             is_lost = type(value_of(self.source, element)) is Skip  # a stage upstream has counted it
             key = None if is_lost else self._key(element)
         if key is not None and key[1] == self._sizes.buckets:
@@ -378,21 +375,21 @@ class BucketBatcher(EncoderBatches):
         copy = Element(element.ref, sizes=element.sizes)
         chunked(self.source).make([copy])
         item, ref = copy.value, copy.ref
-        found = None if type(item) is Skip else self._key(copy)  # a `Skip` was counted upstream
-        if found == key:
+        new_key = None if type(item) is Skip else self._key(copy)  # a `Skip` was counted upstream
+        if new_key == key:
             element.value, element.ref, element.sizes = item, ref, copy.sizes
             return True
-        if found is not None and not isinstance(ref[-1], tuple):
+        if new_key is not None and not isinstance(ref[-1], tuple):
             raise CheckpointMismatchError(
-                f"BucketBatcher: an item moved from {_shown(key)} to {_shown(found)} since the state was saved. "
+                f"BucketBatcher: an item moved from {_shown(key)} to {_shown(new_key)} since the state was saved. "
                 f"Use the saved data and {self._calls.encoder_name}, which must depend on the sample and `rng` alone."
                 f"\n  item {ref} of {self.lane}"
             )
         buffer.remove(i)
         if not buffer:
             del self._buckets[key]
-        if found is not None:
-            self._put(found, item, ref)
+        if new_key is not None:
+            self._put(new_key, item, ref)
         return False
 
     def _put(self, key: BucketKey, item: Any, ref: ItemRef) -> None:
@@ -460,9 +457,11 @@ class BucketBatcher(EncoderBatches):
 @lru_cache(maxsize=4096)
 def _cost(key: BucketKey) -> int:
     """Return the cost of a batch for `StepRule`: the number of the bucket, then a hash of the group."""
-    return key[1] << 32 | derive_key("group", repr(key[0])) >> 32
+    group, bucket = key
+    return bucket << 32 | derive_key("group", repr(group)) >> 32
 
 
 def _shown(key: BucketKey) -> str:
     """Describe a bucket in messages."""
-    return f"bucket {key[1]}" if key[0] is None else f"bucket {key[1]} of the group {key[0]!r}"
+    group, bucket = key
+    return f"bucket {bucket}" if group is None else f"bucket {bucket} of the group {group!r}"

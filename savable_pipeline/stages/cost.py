@@ -41,8 +41,8 @@ class _AttentionCost:
         return length * length + 6 * self.hidden * length + self.per_image * images
 
     def __str__(self) -> str:
-        more = f", per_image={self.per_image}" if self.per_image else ""
-        return f"attention_cost(hidden={self.hidden}{more})"
+        per_image = f", per_image={self.per_image}" if self.per_image else ""
+        return f"attention_cost(hidden={self.hidden}{per_image})"
 
 
 def attention_cost(*, hidden: int, per_image: int = 0) -> Cost:

@@ -73,10 +73,8 @@ def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seed
     """
     function = encoder.function if isinstance(encoder, MappedFunction) else encoder
     name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
-    setting = encoder.global_rng
-    if setting is None and method == "batch" and not overrides(encoder, "batch"):
-        setting = False  # torch's collation draws nothing
-
+    # torch's collation draws nothing
+    setting = False if method == "batch" and not overrides(encoder, "batch") else encoder.global_rng
     key = ("seeding", id(function), method, setting)
     return lane.shared(key, lambda: (Seeding(name, setting, in_thread=lane.in_thread), function))[0]
 

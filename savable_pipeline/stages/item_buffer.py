@@ -247,12 +247,10 @@ class ItemBuffer(StageBuffer):
         """
         while True:
             values = [element.value for element in self._elements[:n]]
-            if not [True for value in values if value is UNBUILT]:
+            if not [value for value in values if value is UNBUILT]:
                 return values
-            source, missing = (
-                chunked(self._owner.source),
-                [each for each in self._elements[:n] if each.value is UNBUILT],
-            )
+            source = chunked(self._owner.source)
+            missing = [element for element in self._elements[:n] if element.value is UNBUILT]
             if skips:
                 missing = [element for element in missing if not source.is_certain(element.ref)]
             source.make(missing)
@@ -307,7 +305,7 @@ def known_refs(stage: Stage, refs: RefsT) -> RefsT:
         stage.counts["dropped/source removed"] += len(refs) - len(present)
     excluded = stage.info.excluded
     if excluded and not isinstance(refs, np.ndarray):
-        for index in [each for ref in present for each in sample_indices(ref) if each in excluded]:
+        for index in [index for ref in present for index in sample_indices(ref) if index in excluded]:
             stage.counts.update(skip_counters(REASON, index))
         present = [rest for rest in map(excluded.remaining, present) if rest is not None]
     return present  # type: ignore[no-any-return]
@@ -429,16 +427,16 @@ class TakenAhead:
 
         Those before position `first` are dropped.
         """
-        fresh = chunked(source).take(n)
-        if not len(fresh):
+        taken = chunked(source).take(n)
+        if not len(taken):
             return False
-        self._taken += len(fresh)
-        opened = _opened(source, fresh)
+        self._taken += len(taken)
+        opened = _opened(source, taken)
         if first == len(self.refs):
-            self.refs, self.opened, self.next = fresh, opened, 0
+            self.refs, self.opened, self.next = taken, opened, 0
         else:
             self.next -= first
-            self.refs = np.concatenate([self.refs[first:], fresh])  # not reached for items, which are all done before
+            self.refs = np.concatenate([self.refs[first:], taken])  # not reached for items, which are all done before
             self.opened = self.opened[first:] + opened
         return True
 
@@ -475,13 +473,13 @@ class BudgetShare:
 
     def count(self, elements: Sequence[Element]) -> None:
         """Count the bytes of built elements, or drop values that would exceed the limit."""
-        if (most := self._max_bytes) is None:
+        if (limit := self._max_bytes) is None:
             return
         built = [element for element in elements if element.value is not UNBUILT]
         sizes = [size_of(element.value) or 1 for element in built]
         with self._budget.lock:
             for element, size in zip(built, sizes, strict=True):
-                if self._budget.used + size > most:
+                if self._budget.used + size > limit:
                     element.value, element.measured = UNBUILT, None
                     continue
                 self._budget.used += size
@@ -526,14 +524,12 @@ def size_of(item: Any) -> int:
         return sys.getsizeof(item)  # parts are read on access, so they are not in memory
     if isinstance(item, list | tuple | set | frozenset):
         return 64 + _size_of_parts(list(item))
-    if (named := named_parts(item)) is not None:
-        return size_of(dict(named))
+    if (fields := named_parts(item)) is not None:
+        return size_of(dict(fields))
     pillow = imported("PIL.Image")  # if nothing has imported Pillow, no item is an image
     if pillow is not None and isinstance(item, pillow.Image):
         return int(item.width * item.height * len(item.getbands()))
-    if hasattr(item, "__dict__"):
-        return 64 + size_of(vars(item))
-    return sys.getsizeof(item)
+    return 64 + size_of(vars(item)) if hasattr(item, "__dict__") else sys.getsizeof(item)
 
 
 def _size_of_parts(parts: list[Any]) -> int:

@@ -56,11 +56,11 @@ class LengthColumn:
 
 def _open_column(store: Any, name: str) -> Dataset:
     """Return a dataset of one column of the files of a store."""
-    form = store.found.form.name if hasattr(store, "found") else ""
-    if form not in ("parquet", "arrow"):
+    kind = store.found.form.name if hasattr(store, "found") else ""
+    if kind not in ("parquet", "arrow"):
         raise ValueError(f"length_column={name!r}: {store.address} is neither Parquet nor Arrow. Write length_of.")
     try:
-        return Dataset(format_named(form).store(store.found, columns=(name,), blocks=DecodedBlocks(_DECODED_BYTES)))
+        return Dataset(format_named(kind).store(store.found, columns=(name,), blocks=DecodedBlocks(_DECODED_BYTES)))
     except ValueError as error:
         fault = str(error).partition(". Pass columns=")[0]
         raise ValueError(f"length_column={name!r}: {fault}. Use one of these columns.") from None

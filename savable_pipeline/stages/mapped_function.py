@@ -39,8 +39,7 @@ class MappedFunction(TaskEncoder):
         global_rng: bool | tuple[str, ...] | None = None,
         one_to_one: bool = False,
     ) -> None:
-        self.function, self.global_rng, self.one_to_one = function, global_rng, one_to_one
-        self.stage = stage
+        self.stage, self.function, self.global_rng, self.one_to_one = stage, function, global_rng, one_to_one
         self.with_rng = check_mapped(stage, function, most=2) == 2
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
@@ -57,9 +56,7 @@ def encoder_call(encoder: TaskEncoder) -> str:
 
     It is "Captions.encode", or "f" for `.map(f)`.
     """
-    if isinstance(encoder, MappedFunction):
-        return mapped_name(encoder.function)
-    return f"{type(encoder).__name__}.encode"
+    return mapped_name(encoder.function) if isinstance(encoder, MappedFunction) else f"{type(encoder).__name__}.encode"
 
 
 def check_mapped(stage: str, function: object, *, most: int) -> int:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from savable_pipeline.core.global_rng import seeded_generators
 from savable_pipeline.core.lane import Lane
 from savable_pipeline.core.named_object import named_object
 from savable_pipeline.data.dataset.dataset import Dataset
@@ -19,14 +18,6 @@ from savable_pipeline.stages.stage import Stage
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 PipelineFunction: TypeAlias = Callable[[Lane], Stage]
-
-
-def seeded_kinds(last: Stage) -> set[str]:
-    """Return which global generators are seeded for encoders.
-
-    They are some of "python", "numpy", "torch".
-    """
-    return {kind for encoder in encoders_of(last) for kind in seeded_generators(encoder.global_rng)}
 
 
 def encoders_of(last: Stage) -> list[TaskEncoder]:

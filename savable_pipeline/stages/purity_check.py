@@ -68,51 +68,56 @@ class PurityCheck:
         if hasattr(result, "pass_over"):  # a wrapped iterator would lack this method
             return result
         if hasattr(result, "__next__"):
-            other = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
-            return self._check_parts(sample, result, other, rng, second_rng)
+            second_result = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
+            return self._check_parts(sample, result, second_result, rng, second_rng)
         first_leaves = _leaves(result)
         second = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
         self._compare(sample, first_leaves, second)
         return result
 
-    def _check_parts(self, sample: Sample, result: Iterator[Any], other: Any, rng: Rng, again: Rng) -> Iterator[Any]:
-        """Yield the parts of `result`, and compare the first ones with those of `other`.
+    def _check_parts(
+        self, sample: Sample, result: Iterator[Any], second_result: Any, rng: Rng, second_rng: Rng
+    ) -> Iterator[Any]:
+        """Yield the parts of `result`, and compare the first ones with those of `second_result`.
 
-        The caller sets the key of `rng` before each part. `again` is the generator of `other`.
+        The encoder draws from `rng` for `result`, and from `second_rng` for `second_result`. The caller sets the key of
+        `rng` before each part.
         """
-        if not hasattr(other, "__next__"):
-            raise self._differs(sample, f"an iterator at first, {type(other).__name__} then")
-        for number in count():
+        if not hasattr(second_result, "__next__"):
+            raise self._differs(sample, f"an iterator at first, {type(second_result).__name__} then")
+        for checked in count():
             started = time.perf_counter()
             part = next(result, _DONE)
             first_leaves = _leaves(part)
-            if number >= self._most_parts or time.perf_counter() - started > self._longest_s:
-                yield from () if part is _DONE else chain([part], result)
+            if checked >= self._most_parts or time.perf_counter() - started > self._longest_s:
+                if part is not _DONE:
+                    yield from chain([part], result)
                 return
-            again.rekey(rng.parts)
-            second = self._repeat(sample, again, lambda: next(other, _DONE))
-            if part is _DONE and second is _DONE:
+            second_rng.rekey(rng.parts)
+            second_part = self._repeat(sample, second_rng, lambda: next(second_result, _DONE))
+            if part is _DONE and second_part is _DONE:
                 return
-            if part is _DONE or second is _DONE:
+            if part is _DONE or second_part is _DONE:
                 raise self._differs(sample, f"another number of parts: {rng.parts[2]} once, more once")
-            self._compare(sample, first_leaves, second)
+            self._compare(sample, first_leaves, second_part)
             yield part
 
-    def _repeat(self, sample: Sample, rng: Rng, make: Callable[[], T]) -> T:
-        """Return `make()`. Seed the global generators by `rng` before, if they were seeded for the first call."""
+    def _repeat(self, sample: Sample, rng: Rng, call: Callable[[], T]) -> T:
+        """Return `call()`. Seed the global generators by `rng` before, if they were seeded for the first call."""
         self._seeding.start_second_run()
         if self._seeding.seed is not None:
             self._seeding.seed(rng.key)
         try:
-            return make()
+            return call()
         except Exception as error:
             raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
     def _compare(self, sample: Sample, first_leaves: list[tuple[str, Any]], result: Any) -> None:
         """Raise `EncodeError` if the second `result` differs from the leaves of the first."""
-        difference, second = None, _leaves(result)
+        difference, second_leaves = None, _leaves(result)
         with contextlib.suppress(Exception):  # values of any class may fail to be printed or compared
-            difference = difference_of_leaves(first_leaves, second, has_a_value) if first_leaves and second else None
+            if first_leaves and second_leaves:
+                difference = difference_of_leaves(first_leaves, second_leaves, has_a_value)
         if difference is not None:
             raise self._differs(sample, str(difference))
 

@@ -115,11 +115,12 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
 
     def _slots(self, n: int) -> NDArray[np.int64]:
         """Return the slots of the next `n` elements of a full buffer: int64 (n,). Many are computed in advance."""
-        at = self._draws - self._ahead[0]
-        if at < 0 or at + n > len(self._ahead[1]):
+        first_draw, slots = self._ahead
+        start = self._draws - first_draw
+        if start < 0 or start + n > len(slots):
             slots = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)
-            self._ahead, at = (self._draws, slots), 0
-        return self._ahead[1][at : at + n]
+            self._ahead, start = (self._draws, slots), 0
+        return slots[start : start + n]
 
     def take(self, n: int) -> Any:
         """Return the next 1 to `n` random elements.
@@ -132,16 +133,16 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             buffer.rebuild_parts()
             if self._makes and buffer:
                 value_of(self.source, buffer[self._slot()])
-        fresh: Any = chunked(self.source).take(n) if len(buffer) == capacity else ()
-        if len(fresh):
-            slots = self._slots(len(fresh))
-            self._draws += len(fresh)
-            return buffer.exchange(slots, fresh)
-        last = []
+        replacements: Any = chunked(self.source).take(n) if len(buffer) == capacity else ()
+        if len(replacements):
+            slots = self._slots(len(replacements))
+            self._draws += len(replacements)
+            return buffer.exchange(slots, replacements)
+        drawn = []
         for _ in range(min(n, len(buffer))):
-            last.append(buffer.remove(self._slot(), last_fills=True))
+            drawn.append(buffer.remove(self._slot(), last_fills=True))
             self._draws += 1
-        return last if isinstance(buffer, ItemBuffer) else np.asarray(last, REF)
+        return drawn if isinstance(buffer, ItemBuffer) else np.asarray(drawn, REF)
 
     def save_state(self) -> State:
         """Return the position.
@@ -169,7 +170,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
                 f"ShuffleBuffer(size={self.capacity}): the state has {len(self._buffer)} samples. Use another copy "
                 "of the checkpoint."
             )
-        self._draws, self._ahead = saved.draws, (0, self._ahead[1][:0])
+        self._draws, self._ahead = saved.draws, (0, np.empty(0, np.int64))
         if isinstance(self._buffer, RefBuffer) and len(self._buffer):
             self.source.prefetch(self._buffer.array)
 

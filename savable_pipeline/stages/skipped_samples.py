@@ -140,20 +140,20 @@ class SkippedSamples:
         """
         self._reset_rows()
         self._skipped_in_row += 1
-        row, of_source = self._skipped_in_row, ""
+        in_row, of_source = self._skipped_in_row, ""
         if skip is EXCLUDED:
             self._counts.update(skip_counters(skip.reason, sample.index))
         else:
-            row = self._by_source.count_dropped(skip.reason, (sample.index, sample.epoch))
-            source = sample.origin.names.get(tag_of(sample.index))
-            of_source = f" of the source {source!r}" if source and row > self._skipped_in_row else ""
-            row = max(row, self._skipped_in_row)
-        if row & 1023 == 0 and row.bit_count() == 1:  # 1024, 2048, 4096, …
-            log.warning("%d samples%s in a row were skipped, the last one with %r", row, of_source, skip.reason)
-        if row >= self._max_empty:
+            in_row = self._by_source.count_dropped(skip.reason, (sample.index, sample.epoch))
+            source = sample.origin.source_names.get(tag_of(sample.index))
+            of_source = f" of the source {source!r}" if source and in_row > self._skipped_in_row else ""
+            in_row = max(in_row, self._skipped_in_row)
+        if in_row & 1023 == 0 and in_row.bit_count() == 1:  # 1024, 2048, 4096, …
+            log.warning("%d samples%s in a row were skipped, the last one with %r", in_row, of_source, skip.reason)
+        if in_row >= self._max_empty:
             parts = "" if skip is EXCLUDED else f" It has {', '.join(sample) or 'no part'}."
             raise EncodeError(
-                f"{self._function} skipped {row:,} samples{of_source} in a row, the last one with {skip.reason!r}."
+                f"{self._function} skipped {in_row:,} samples{of_source} in a row, the last one with {skip.reason!r}."
                 f"{parts} Change the encoder or the data."
             )
 
@@ -183,54 +183,53 @@ class SkippedSamples:
         """Count a sample in `avoided` as skipped again."""
         self._skip_for_error(sample, self.avoided[sample.index, sample.epoch], "avoided since it failed before")
 
-    def lose(self, sample: Sample, error: Exception, *, counted: bool) -> Skip:
+    def lose(self, sample: Sample, error: Exception, *, was_counted: bool) -> Skip:
         """Return the `Skip` of a sample whose item was yielded, but fails now.
 
-        `counted` is whether this object counted the item. It is False if the run that saved the state did. Raises the
-        error if `tolerate` does.
+        `was_counted` is whether this object counted the item. It is False if the run that saved the state did. Raises
+        the error if `tolerate` does.
         """
         self.tolerate(sample, error)
-        return self._uncounted(sample, reason_of(error), counted=counted)
+        return self._subtract_item(sample, reason_of(error), was_counted=was_counted)
 
-    def known_loss(self, sample: Sample, *, counted: bool) -> Skip | None:
+    def known_loss(self, sample: Sample, *, was_counted: bool) -> Skip | None:
         """Return the `Skip` of a sample that is known to be lost, or None.
 
-        A loss is counted the first time. `counted` is as for `lose`.
+        A loss is counted the first time. `was_counted` is as for `lose`.
         """
         ref = sample.index, sample.epoch
         if ref in self._lost_reasons:
             return Skip(self._lost_reasons[ref])
         if not (reason := self.avoided.get(ref) or absent_reason(sample.origin)):
             return None
-        skip = self._uncounted(sample, reason, counted=counted)
+        skip = self._subtract_item(sample, reason, was_counted=was_counted)
         self.count_skip(sample, skip)
         return skip
 
-    def _uncounted(self, sample: Sample, reason: str, *, counted: bool) -> Skip:
+    def _subtract_item(self, sample: Sample, reason: str, *, was_counted: bool) -> Skip:
         """Subtract the item of a lost sample from the counts, and return the sample's `Skip`.
 
-        The counter of its source is subtracted even if not `counted`: the state has this counter, so a resumed run
+        The counter of its source is subtracted even if not `was_counted`: the state has this counter, so a resumed run
         continues it.
         """
-        self._counts["items"] -= counted
+        self._counts["items"] -= was_counted
         self._counts[source_counter(sample.index, "items")] -= 1
         self._lost_reasons[sample.index, sample.epoch] = reason
         if len(self._lost_reasons) > _MOST_REMEMBERED:
             del self._lost_reasons[next(iter(self._lost_reasons))]
         return Skip(reason)
 
-    def _forget_before(self, epoch: int) -> None:
-        """Forget avoided samples of epochs before this one, which are not read again."""
-        for sample in [(index, each) for index, each in self.avoided if each < epoch]:
-            del self.avoided[sample]
+    def _forget_before(self, first_epoch: int) -> None:
+        """Forget avoided samples of epochs before `first_epoch`, which are not read again."""
+        for ref in [(index, epoch) for index, epoch in self.avoided if epoch < first_epoch]:
+            del self.avoided[ref]
 
     def _skip_for_error(self, sample: Sample, reason: str, detail: str) -> None:
         """Count and quarantine a sample that is skipped for an error. Raises `EncodeError` if there are too many."""
         log.info("skipping index %d of epoch %d: %s", sample.index, sample.epoch, detail)
-        quarantine = sample.origin.quarantine
-        if quarantine is not None:
-            row = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
-            quarantine.add(**row, reason=reason, detail=detail, lane=self._lane.index)
+        if (quarantine := sample.origin.quarantine) is not None:
+            fields = {"shard": sample.shard, "key": _key_of(sample), "offset": sample.offset, "ref": list(sample.ref)}
+            quarantine.add(**fields, reason=reason, detail=detail, lane=self._lane.index)
         self.errors += 1
         tried, limit = self._ahead.done + 1, self._max_errors
         if self.errors > (max(limit * tried, _ALWAYS_ALLOWED) if isinstance(limit, float) else limit):
@@ -290,6 +289,7 @@ def _counter_names(tag: int) -> tuple[str, str]:
 
 def _tag_of_first(ref: ItemRef) -> int:
     """Return the tag of the source of an item's or pack's first sample."""
+    # an item has the ref (index, epoch, part), a pack one with the refs of its items
     return tag_of(ref[0] if type(ref[0]) is type(ref[-1]) is int else next(sample_refs(ref))[0])
 
 
@@ -352,5 +352,5 @@ class SourceCounts:
             for counter, number in (("first", int(not epoch)), ("skipped_tokens", tokens)):
                 if number:
                     self._counts[source_counter(index, counter)] += number
-        row = self.dropped_in_row[tag_of(index)] = self.dropped_in_row.get(tag_of(index), 0) + 1
-        return row
+        in_row = self.dropped_in_row[tag_of(index)] = self.dropped_in_row.get(tag_of(index), 0) + 1
+        return in_row

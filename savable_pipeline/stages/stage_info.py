@@ -55,29 +55,28 @@ NOTHING_EXCLUDED = ExcludedSamples()
 
 
 def read_exclude_file(
-    path: str | os.PathLike[str] | None, lane: Lane, named: object, dataset: Dataset
+    path: str | os.PathLike[str] | None, lane: Lane, dataset_key: object, dataset: Dataset
 ) -> ExcludeFile | None:
     """Return the exclude file at `path`, or None if `path` is None.
 
-    The file is read once for all lanes of a process. `named` is the key of the dataset among shared objects. Raises
-    ValueError if `path` is the quarantine file.
+    The file is read once for all lanes of a process. `dataset_key` is the key of the dataset among shared
+    objects. Raises ValueError if `path` is the quarantine file.
     """
     if path is None:
         return None
     name = Path(path).resolve()
     if dataset.quarantine is not None and dataset.quarantine.path.resolve() == name:
         raise ValueError(f"exclude={name} is also the quarantine file, which changes during the run. Pass a copy.")
-    return lane.shared(("exclude", named, name), lambda: ExcludeFile(name, dataset))
+    return lane.shared(("exclude", dataset_key, name), lambda: ExcludeFile(name, dataset))
 
 
-def excluded_numbers(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
+def excluded_indices(file: ExcludeFile | None, lane: Lane, tag: int) -> frozenset[int]:
     """Return the excluded indices of the source with this tag.
 
     A file or a decision of the run excludes them. The indices are without the tag.
     """
-    of_file = frozenset[int]() if file is None else file.numbers
-    decided = lane.facts.decisions.excluded.get(tag)
-    if decided is None:
+    of_file = frozenset[int]() if file is None else file.indices
+    if (decided := lane.facts.decisions.excluded.get(tag)) is None:
         return of_file
     return latest_shared(lane, ("decided exclude", tag), decided, lambda: of_file | lane.facts.decisions.numbers(tag))
 

@@ -292,7 +292,7 @@ class WebDatasetEncoder(TaskEncoder):
         self._named, self._suffix_of = _uses_name(chain.stages), dict[str, str]()
         self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
         self._makes_several = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
-        self.one_to_one = all(_makes_one(stage) for stage in chain.stages)
+        self.one_to_one = all(_is_one_to_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
         self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
         self.global_rng = True if chain.checked else None  # `_check` seeds global generators
@@ -339,8 +339,7 @@ class WebDatasetEncoder(TaskEncoder):
             fields = {"__key__": sample.key, "__url__": self._urls.get(shard.rsplit("/", 1)[-1], shard)}
         suffixes = self._suffix_of
         for name in sample:
-            suffix = suffixes.get(name)
-            if suffix is None:
+            if (suffix := suffixes.get(name)) is None:
                 suffix = suffixes[name] = self._checked_suffix(name)
             if not suffix or (self._select is not None and not self._select(f"{sample.key}.{name}")):
                 continue
@@ -449,8 +448,7 @@ def _handler(settings: Mapping[str, Any]) -> Any:
 
 def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
     """Return the stage with a handler that also adds the error to `skipped`."""
-    handler = _handler(_settings(stage))
-    if handler is None:
+    if (handler := _handler(_settings(stage))) is None:
         return stage
     bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
     bound.arguments["handler"] = partial(_handle, handler, skipped)
@@ -467,10 +465,13 @@ def _handle(handler: Callable[[BaseException], bool], skipped: list[BaseExceptio
     return True
 
 
-def _makes_one(stage: Any) -> bool:
-    """Return whether a stage makes exactly one item of each sample, or raises."""
-    named = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
-    return isinstance(stage, partial) or (named and _handler(_settings(stage)) is None)
+def _is_one_to_one(stage: Any) -> bool:
+    """Return whether a stage makes exactly one item of each sample, or raises.
+
+    A `partial` is a stage that `_add_per_sample` got for the collation of single samples.
+    """
+    is_known = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
+    return isinstance(stage, partial) or (is_known and _handler(_settings(stage)) is None)
 
 
 def _uses_name(stages: Sequence[Any]) -> bool:

@@ -265,6 +265,7 @@ class _Checkpoints(Callback):  # type: ignore[misc]
             batches.delayed_signals.run()
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Handle the signals that were delayed during a training step."""
         if self._is_fitting(trainer) and not trainer.sanity_checking:
             self.batches(trainer).delayed_signals.run()
 

@@ -175,6 +175,7 @@ class TrainerLoader:
         return _LazyIterator(partial(self._begin, self._begun_count), self._next)
 
     def _begin(self, begun: int) -> None:
+        """Start an iteration, at which the trainer has started to train on `begun` batches."""
         if not self._carries:
             self.rewind()
         iter(self._loader)

@@ -271,9 +271,9 @@ def read_record(sample: Sample, name: str) -> tuple[Any, dict[str, Any]]:
         value = value if name.endswith("json") else _without_nulls(value)
         columns = [column for column in ("tools", "chat_template_kwargs") if column in sample]
         fields = {column: _without_nulls(_parse_json(sample.text(column) or "null", column)) for column in columns}
-        texts = {column: sample.text(column) for column in _SYSTEM_FIELDS if column in sample}
-        if name in CONVERSATIONS or (texts and isinstance(value, list)):
-            value = {name if name in CONVERSATIONS else "messages": value, **texts}
+        system_prompts = {column: sample.text(column) for column in _SYSTEM_FIELDS if column in sample}
+        if name in CONVERSATIONS or (system_prompts and isinstance(value, list)):
+            value = {name if name in CONVERSATIONS else "messages": value, **system_prompts}
     parsed = {name: _parse_json(fields.get(name) or "null", name) for name in ("tools", "chat_template_kwargs")}
     arguments: dict[str, Any] = _expect(parsed["chat_template_kwargs"] or {}, dict, "chat_template_kwargs")
     tools = [_parse_json(tool, f"tools[{i}]") for i, tool in enumerate(_expect(parsed["tools"] or [], list, "tools"))]

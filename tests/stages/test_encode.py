@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.stages.encode import DeclaredSize
+from savable_pipeline.stages.mapped_function import MappedFunction
 from savable_pipeline.stages.stage_info import StageInfo
 from tests.conftest import write_tar
 from tests.support.draws import few_examples
@@ -71,6 +72,81 @@ def test_none_is_reported_as_a_forgotten_return(encoded: Any) -> None:
 def without_sources(counts: Counter[str]) -> dict[str, int]:
     """What was counted, without what is counted by source."""
     return {name: count for name, count in counts.items() if not name.startswith("source/")}
+
+
+class Unmapped(sp.TaskEncoder):
+    """Calls a function as an encoder does, one sample after the other."""
+
+    def __init__(self, function: Callable[[sp.Sample], Any], *, global_rng: bool | None) -> None:
+        self.function, self.global_rng = function, global_rng
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return self.function(sample)
+
+
+@pytest.mark.parametrize("global_rng", [None, False])
+@few_examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), kinds=st.sampled_from(["ii", "iisn", "iise", "iif", "iisefnt"]))
+def test_a_mapped_series_has_the_items_counts_and_states_of_single_calls(
+    mapped_folder: str, global_rng: bool | None, seed: int, kinds: str
+) -> None:
+    """Results are an int, a str, a Skip, an error, None, an iterator, or a draw, mostly after some series of ints."""
+    calls: Counter[int] = Counter()
+
+    def function(sample: sp.Sample) -> Any:
+        number = int(sample.json()["id"])
+        calls[number] += 1
+        rng = random.Random(seed + number)
+        kind = rng.choice(kinds) if number > 60 and rng.random() < 0.1 else "i"
+        if kind == "e":
+            raise ValueError(number)
+        if kind == "f":
+            return iter(range(number % 4))
+        drawn = random.random() if kind == "t" and global_rng is None else 0
+        return {"i": number, "s": sp.Skip("odd"), "n": None, "t": (number, drawn)}[kind]
+
+    def stage(encoder: sp.TaskEncoder) -> sp.Encode:
+        reader = sp.TarShardReader(mapped_folder, sp.Lane(seed=3), epochs=1, shuffle=False)
+        return sp.Encode(reader, encoder, on_error="skip", max_errors=1000)
+
+    mapped = stage(MappedFunction(".map", function, global_rng=global_rng))
+    single = stage(Unmapped(function, global_rng=global_rng))
+    sizes = random.Random(seed)
+    while True:
+        n = sizes.choice([1, 7, 16, 40, 64])
+        elements, expected = mapped.take(n), single.take(n)
+        assert [(each.ref, each.value) for each in elements] == [(each.ref, each.value) for each in expected]
+        assert mapped.counts == single.counts
+        assert mapped.save_state() == single.save_state()
+        if not elements:
+            break
+        if sizes.random() < 0.1:  # as after the death of a worker
+            for each in (mapped, single):
+                each.avoid(elements[-1].ref[0] + 5, 0, "avoided")
+    assert len(calls) >= 290
+
+
+@pytest.fixture(scope="module")
+def mapped_folder(tmp_path_factory: Any) -> str:
+    folder = tmp_path_factory.mktemp("mapped")
+    numbers = iter(range(300))
+    for name in ("000000.tar", "000001.tar"):
+        write_tar(folder / name, [(f"s{n:06d}.json", b'{"id": %d}' % n) for n in (next(numbers) for _ in range(150))])
+    return str(folder)
+
+
+def test_a_mapped_series_calls_its_function_once_for_each_sample(mapped_folder: str) -> None:
+    calls: list[int] = []
+
+    def function(sample: sp.Sample) -> int:
+        calls.append(sample.index)
+        return sample.index
+
+    reader = sp.TarShardReader(mapped_folder, sp.Lane(seed=3), epochs=1, shuffle=False)
+    stage: Any = sp.Encode(reader, MappedFunction(".map", function, global_rng=False), check=0.0)
+    first = stage.take(40)
+    stage._take_samples = None  # later series are mapped
+    assert [each.value for each in first + stage.take(100)] == calls == [*range(140)]
 
 
 def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:

@@ -98,7 +98,7 @@ class _History:
             return
         chosen = self._draw.choice(out)
         self._oracle.to_repeat.append(chosen)
-        table: Any = self._loader.__savable_run__().rows.table  # type: ignore[union-attr]
+        table: Any = self._loader._rows.table
         waiting = len(table.waiting)
         if chosen[0] % self._ranks == self._rank:
             self._loader.requeue([chosen])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.project.pages import write_captioned_shards
-from tests.trainers.drive import block, child, ended, preload
+from tests.trainers.drive import child, ended, preload, script_of
 
 STEPS = {'"30ba"': '"40ba"', '"max_steps": 30': '"max_steps": 40', '".", 30': '".", 40', ", 30, 10": ", 40, 10"}
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -44,7 +44,7 @@ def run_twice(trainer: str, folder: Path) -> None:
     """Raise SystemExit unless the script ends, saves, and continues from there for ten steps."""
     folder.mkdir(parents=True)
     write_captioned_shards(folder / "shards")
-    script = block(trainer)
+    script = script_of(trainer)
     for text in (script, longer(script)):
         if ended(child(partial(run, trainer, text, folder))):
             raise SystemExit(f"{trainer}: see above")

@@ -36,7 +36,7 @@ class NumberDataset:
     def __init__(self, sizes: list[int]) -> None:
         self.firsts = np.cumsum([0, *sizes])
         self.count = int(self.firsts[-1])
-        self.names: dict[int, str] = {}
+        self.source_names: dict[int, str] = {}
 
     def select(self, split: None, subset: Subset | None, *, in_order: bool = False) -> Selection | None:
         names = [f"{shard:04d}.tar" for shard in range(len(self.firsts) - 1)]

@@ -26,13 +26,13 @@ BOS, EOS = 257, 258
 NOISE = png(np.random.default_rng(0).integers(0, 256, (40, 60, 3)))
 
 
-def coloured(red: int, caption: str) -> Sample:
-    """A sample whose image is all of one colour."""
+def sample_of_colour(red: int, caption: str) -> Sample:
+    """Return a sample whose image has one colour."""
     return sample(png=png(np.full((4, 4, 3), (red, 0, 255))), txt=caption.encode())
 
 
 def crop(encoder: CaptioningEncoder, seed: int) -> torch.Tensor:
-    """The image of one noisy sample in the call of this key."""
+    """Return the image of one noisy sample, drawn with this key."""
     made = encoder.encode(sample(png=NOISE, txt=b"noise"), Rng(seed))
     assert not isinstance(made, Skip)
     image: torch.Tensor = made["image"]
@@ -40,7 +40,7 @@ def crop(encoder: CaptioningEncoder, seed: int) -> torch.Tensor:
 
 
 def text_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """All but the image, as lists."""
+    """Return all fields but the image, as lists."""
     return {name: v.tolist() if torch.is_tensor(v) else v for name, v in batch.items() if name != "image"}
 
 
@@ -128,7 +128,9 @@ def test_undecodable_image_raises_an_error() -> None:
 
 def test_a_batch_of_items_is_normalized_and_padded_to_the_longest() -> None:
     encoder = CaptioningEncoder(Tokenizer(word_lengths, eos=9), image_size=2, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-    batch = encoder.batch([item(encoder, coloured(255, "a bb")), item(encoder, coloured(0, "ccc"))], RNG)
+    batch = encoder.batch(
+        [item(encoder, sample_of_colour(255, "a bb")), item(encoder, sample_of_colour(0, "ccc"))], RNG
+    )
     assert (batch["image"].shape, batch["image"].dtype) == ((2, 3, 2, 2), torch.float32)
     assert batch["image"][:, :, 0, 0].tolist() == [[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]]
     assert text_of(batch) == {
@@ -141,7 +143,7 @@ def test_a_batch_of_items_is_normalized_and_padded_to_the_longest() -> None:
 
 def test_a_pack_stacks_the_images_and_joins_the_captions() -> None:
     encoder = CaptioningEncoder(word_lengths, image_size=2)
-    pack = encoder.pack([item(encoder, coloured(10, "a bb")), item(encoder, coloured(20, "ccc"))], RNG)
+    pack = encoder.pack([item(encoder, sample_of_colour(10, "a bb")), item(encoder, sample_of_colour(20, "ccc"))], RNG)
     assert (pack["image"].shape, pack["image"].dtype) == ((2, 3, 2, 2), torch.uint8)
     assert pack["image"][:, 0, 0, 0].tolist() == [10, 20]
     assert text_of(pack) == {
@@ -155,7 +157,7 @@ def test_a_pack_stacks_the_images_and_joins_the_captions() -> None:
 
 def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
     encoder = CaptioningEncoder(word_lengths, image_size=2, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    a, b, c = (item(encoder, coloured(*each)) for each in ((51, "a bb"), (102, "ccc"), (204, "dddd ee")))
+    a, b, c = (item(encoder, sample_of_colour(*each)) for each in ((51, "a bb"), (102, "ccc"), (204, "dddd ee")))
     batch = encoder.batch([encoder.pack([a, b], RNG), encoder.pack([c], RNG)], RNG)
     assert batch["image"][:, 0, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.8])
     assert text_of(batch) == {
@@ -171,7 +173,7 @@ def test_a_batch_of_packs_says_which_image_each_token_is_about() -> None:
 
 def test_model_computes_the_same_on_packs_as_on_single_captions() -> None:
     encoder = CaptioningEncoder(image_size=2)
-    a, b, c = (item(encoder, coloured(10, caption)) for caption in ("one", "another", "a third of them"))
+    a, b, c = (item(encoder, sample_of_colour(10, caption)) for caption in ("one", "another", "a third of them"))
     assert_packs_equal_documents(encoder, [[a, b], [c]])
 
 

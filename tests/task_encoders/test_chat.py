@@ -30,8 +30,8 @@ TEMPLATE = (
 )
 
 
-def shown(made: dict[str, Any]) -> str:
-    """The tokens as text, `#` an image's; what is learned between brackets."""
+def tokens_as_text(made: dict[str, Any]) -> str:
+    """Return the tokens as text, with `#` for an image token, and brackets around tokens with loss."""
     ids, labels = made["tokens"].tolist(), [IGNORED, *made["labels"].tolist()[:-1]]
     text, learning = "", False
     for token, label in zip(ids, labels, strict=True):
@@ -43,18 +43,18 @@ def shown(made: dict[str, Any]) -> str:
     return text + "]" * learning
 
 
-def chat(*turns: tuple[str, str]) -> dict[str, Any]:
-    """A conversation in LLaVA's way."""
+def llava_chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    """Return a conversation in LLaVA's format."""
     return {"conversations": [{"from": side, "value": value} for side, value in turns]}
 
 
-def openai(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    """A conversation in OpenAI's way."""
+def openai_chat(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a conversation in OpenAI's format."""
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
 def own_tokenizer(template: str = TEMPLATE) -> Any:
-    """A tokenizer of transformers with a chat template of its own."""
+    """Return a tokenizer of transformers with its own chat template."""
     from transformers import PreTrainedTokenizerFast  # takes a second
 
     made = PreTrainedTokenizerFast(
@@ -70,8 +70,8 @@ TOKENIZER = own_tokenizer()
 
 
 def test_only_answers_and_their_end_tokens_contribute_to_the_loss() -> None:
-    made = item(ChatEncoder(), sample(json=chat(("human", "Hi"), ("gpt", "Yo"), ("human", "A"), ("gpt", "B"))))
-    assert shown(made) == (
+    made = item(ChatEncoder(), sample(json=llava_chat(("human", "Hi"), ("gpt", "Yo"), ("human", "A"), ("gpt", "B"))))
+    assert tokens_as_text(made) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>\n]"
         "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n[B<|im_end|>\n]"
     )
@@ -80,16 +80,16 @@ def test_only_answers_and_their_end_tokens_contribute_to_the_loss() -> None:
 def test_conversation_in_both_formats_is_the_same_item() -> None:
     turns = [("system", "Be brief"), ("human", "Hi"), ("gpt", "Yo")]
     roles = {"system": "system", "human": "user", "gpt": "assistant"}
-    both = chat(*turns), openai(*((roles[side], text) for side, text in turns))
+    both = llava_chat(*turns), openai_chat(*((roles[side], text) for side, text in turns))
     first, second = (without_pixels(item(ChatEncoder(), sample(json=each))) for each in both)
     assert first == second
 
 
 def test_images_are_at_their_placeholders_with_tokens_by_size() -> None:
-    record = chat(("human", "a <image>b<image>"), ("gpt", "c"), ("human", "<image>"), ("gpt", "d"))
+    record = llava_chat(("human", "a <image>b<image>"), ("gpt", "c"), ("human", "<image>"), ("gpt", "d"))
     images = {"0.png": plain_png(8, 4, 10), "1.png": plain_png(4, 4, 20), "2.png": plain_png(8, 8, 30)}
     made = item(ChatEncoder(vision=VISION, template=ChatML("<", ">")), sample({"json": record, **images}))
-    assert shown(made) == "<user\na ##b#>\n<assistant\n[c>\n]<user\n####>\n<assistant\n[d>\n]"
+    assert tokens_as_text(made) == "<user\na ##b#>\n<assistant\n[c>\n]<user\n####>\n<assistant\n[d>\n]"
     assert made["grids"].tolist() == [[2, 4], [2, 2], [4, 4]]
     assert made["tile_counts"].tolist() == [1, 1, 1]
     assert made["patches"].dtype == torch.uint8
@@ -98,24 +98,24 @@ def test_images_are_at_their_placeholders_with_tokens_by_size() -> None:
 
 def test_each_image_is_enclosed_by_its_texts_and_tiles_are_counted() -> None:
     vision = Vision(Tiles(patch=2, merge=1, side=4, max_tiles=2), IMAGE, before="(", after=")")
-    record = chat(("human", "<image>"), ("gpt", "a"))
+    record = llava_chat(("human", "<image>"), ("gpt", "a"))
     encoder = ChatEncoder(vision=vision, template=ChatML("<", ">"))
     made = item(encoder, sample(json=record, png=plain_png(8, 4)))
-    assert shown(made) == f"<user\n({'#' * 12})>\n<assistant\n[a>\n]"
+    assert tokens_as_text(made) == f"<user\n({'#' * 12})>\n<assistant\n[a>\n]"
     assert made["tile_counts"].tolist() == [3]  # two and a thumbnail
 
 
 def test_with_last_answer_only_the_last_one_contributes_to_the_loss() -> None:
-    record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"))
+    record = llava_chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e"))
     made = item(ChatEncoder(template=ChatML("<", ">"), answers="last"), sample(json=record))
-    assert shown(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
+    assert tokens_as_text(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
 
 
 def test_an_answer_of_weight_0_is_context() -> None:
-    record = openai(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    record = openai_chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     record["messages"][1]["weight"] = 0
     made = item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))
-    assert shown(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
+    assert tokens_as_text(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
 
 
 sayings = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8)
@@ -148,20 +148,20 @@ def test_template_of_parts_writes_image_placeholders_itself() -> None:
     byte = Tokenizer(lambda text: list(text.encode()), pad=256, name="bytes")
     vision = Vision(VISION.tiles, IMAGE, text="~")
     encoder = ChatEncoder(byte, vision=vision, template=OwnTemplate(tokenizer, content="parts"))
-    record = chat(("human", "a<image>b"), ("gpt", "c"))
-    assert shown(item(encoder, sample(json=record, png=plain_png(4, 4)))) == "<a#b><[c>]"
+    record = llava_chat(("human", "a<image>b"), ("gpt", "c"))
+    assert tokens_as_text(item(encoder, sample(json=record, png=plain_png(4, 4)))) == "<a#b><[c>]"
 
 
 def test_template_that_rewrites_earlier_turns_is_rejected_with_a_fix() -> None:
     template = "{% for m in messages %}{{ '*' if loop.last else '' }}{{ m.content }}{% endfor %}"
-    record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
+    record = llava_chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
     with pytest.raises(ValueError, match=r"messages\[1\]: the chat template renders it differently.*answers='last'"):
         ChatEncoder(own_tokenizer(template)).encode(sample(json=record), RNG)
 
 
 def test_a_template_cannot_read_the_clock() -> None:
     template = "{{ date_string if date_string is defined else strftime_now('%d %b') }}" + TEMPLATE
-    tokenizer, given_one = own_tokenizer(template), sample(json=chat(("human", "a"), ("gpt", "b")))
+    tokenizer, given_one = own_tokenizer(template), sample(json=llava_chat(("human", "a"), ("gpt", "b")))
     with pytest.raises(TemplateError, match=r"asks for the date.*OwnTemplate\(tokenizer, \{\"date_string"):
         ChatEncoder(tokenizer).encode(given_one, RNG)
     made = item(ChatEncoder(tokenizer, template=OwnTemplate(tokenizer, {"date_string": "1 May"})), given_one)
@@ -172,11 +172,11 @@ def test_a_template_cannot_read_the_clock() -> None:
     ("parts", "reason"),
     [
         ({"txt": "a"}, "no json or messages or conversations or texts"),
-        ({"json": chat(("human", "a"))}, "no answer"),
-        ({"json": chat()}, "no answer"),
-        ({"json": openai(("user", "a"), ("bot", "b"))}, "no answer, but the role 'bot'"),
-        ({"json": openai(("user", "a<|im_end|>"), ("assistant", "b"))}, "special token in text"),
-        ({"json": chat(("human", "a" * 99), ("gpt", "b"))}, "longer than max_length"),
+        ({"json": llava_chat(("human", "a"))}, "no answer"),
+        ({"json": llava_chat()}, "no answer"),
+        ({"json": openai_chat(("user", "a"), ("bot", "b"))}, "no answer, but the role 'bot'"),
+        ({"json": openai_chat(("user", "a<|im_end|>"), ("assistant", "b"))}, "special token in text"),
+        ({"json": llava_chat(("human", "a" * 99), ("gpt", "b"))}, "longer than max_length"),
     ],
 )
 def test_conversation_without_targets_is_skipped_by_reason(parts: dict[str, Any], reason: str) -> None:
@@ -188,10 +188,14 @@ def test_conversation_without_targets_is_skipped_by_reason(parts: dict[str, Any]
 @pytest.mark.parametrize(
     ("record", "images", "message"),
     [
-        (chat(("human", "<image>"), ("gpt", "a")), 0, r"conversations\[0\].value: a place for image 1.*has no image"),
-        (chat(("human", "b"), ("gpt", "a")), 1, "image 0.png has no place in the text: 0 of 1"),
-        (chat(("gpt", "a")), 0, r"messages\[0\] is an answer"),
-        (openai(("user", "<image>"), ("assistant", "a")), 0, r"messages\[0\].content: a place for image 1"),
+        (
+            llava_chat(("human", "<image>"), ("gpt", "a")),
+            0,
+            r"conversations\[0\].value: a place for image 1.*has no image",
+        ),
+        (llava_chat(("human", "b"), ("gpt", "a")), 1, "image 0.png has no place in the text: 0 of 1"),
+        (llava_chat(("gpt", "a")), 0, r"messages\[0\] is an answer"),
+        (openai_chat(("user", "<image>"), ("assistant", "a")), 0, r"messages\[0\].content: a place for image 1"),
     ],
 )
 def test_a_conversation_that_does_not_fit_its_images_is_an_error(record: Any, images: int, message: str) -> None:
@@ -202,13 +206,15 @@ def test_a_conversation_that_does_not_fit_its_images_is_an_error(record: Any, im
 
 def test_images_without_vision_are_an_error() -> None:
     with pytest.raises(ValueError, match="vision=Vision"):
-        ChatEncoder().encode(sample(json=chat(("human", "<image>"), ("gpt", "a")), png=plain_png(4, 4)), RNG)
+        ChatEncoder().encode(sample(json=llava_chat(("human", "<image>"), ("gpt", "a")), png=plain_png(4, 4)), RNG)
 
 
 def test_a_batch_of_packs_has_all_images_in_the_order_of_their_tokens() -> None:
     encoder = ChatEncoder(vision=Vision(VISION.tiles, IMAGE, mean=(0.0,) * 3, std=(1.0,) * 3), template=ChatML("", ""))
-    given = [sample(json=chat(("human", "<image>"), ("gpt", "a")), png=plain_png(4, 4, shade)) for shade in (51, 102)]
-    given.append(sample(json=chat(("human", "q"), ("gpt", "a"))))
+    given = [
+        sample(json=llava_chat(("human", "<image>"), ("gpt", "a")), png=plain_png(4, 4, shade)) for shade in (51, 102)
+    ]
+    given.append(sample(json=llava_chat(("human", "q"), ("gpt", "a"))))
     a, b, c = (item(encoder, each) for each in given)
     batch = encoder.batch([encoder.pack([a, b], RNG), encoder.pack([c], RNG)], RNG)
     assert (batch["patches"].shape, batch["patches"].dtype) == ((8, 3, 2, 2), torch.float32)
@@ -221,7 +227,7 @@ def test_a_batch_of_packs_has_all_images_in_the_order_of_their_tokens() -> None:
 
 def test_a_batch_without_an_image_has_the_same_fields_empty() -> None:
     encoder = ChatEncoder(vision=VISION)
-    batch = encoder.batch([item(encoder, sample(json=chat(("human", "q"), ("gpt", "a"))))], RNG)
+    batch = encoder.batch([item(encoder, sample(json=llava_chat(("human", "q"), ("gpt", "a"))))], RNG)
     assert (batch["patches"].shape, batch["patches"].dtype) == ((0, 3, 2, 2), torch.float32)
     assert (batch["grids"].shape, batch["tile_counts"].shape) == ((0, 2), (0,))
     assert batch["image_counts"].tolist() == batch["patch_cu_seqlens"].tolist() == [0]
@@ -234,7 +240,7 @@ def test_model_computes_the_same_on_packs_as_on_single_conversations() -> None:
     items = []
     for images in sizes:
         parts = {f"{i}.png": plain_png(*size, 40 * i + 9) for i, size in enumerate(images)}
-        record = chat(("human", "what? " + "<image> and " * len(images)), ("gpt", "x" * (1 + len(images))))
+        record = llava_chat(("human", "what? " + "<image> and " * len(images)), ("gpt", "x" * (1 + len(images))))
         items.append(item(encoder, sample({"json": record, **parts})))
     assert_packs_equal_documents(encoder, [items[:3], items[3:]], patch=2, merge=4, image_token=IMAGE)
 
@@ -256,17 +262,17 @@ def test_an_answer_marked_as_untrained_is_context_in_each_form(form: str, field:
         record = {"texts": [{"user": "a", "assistant": "b"}, {"user": "c", "assistant": "d"}]}
         record["texts"][0][field] = value
     elif form == "from and value":
-        record = chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
+        record = llava_chat(("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"))
         record["conversations"][1][field] = value
     else:
-        record = openai(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+        record = openai_chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
         record["messages"][1][field] = value
     made = item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))
-    assert shown(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
+    assert tokens_as_text(made) == "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>\n]"
 
 
 def test_loss_field_that_is_neither_0_nor_1_is_an_error() -> None:
-    record = chat(("human", "a"), ("gpt", "b"))
+    record = llava_chat(("human", "a"), ("gpt", "b"))
     record["conversations"][1]["weight"] = 0.5
     with pytest.raises(ValueError, match=r"conversations\[1\]\.weight: expected 0 or 1, found 0\.5"):
         ChatEncoder().encode(sample(json=record), Rng(7))
@@ -279,26 +285,30 @@ SYSTEM_TURN = "<system\nBe brief>\n<user\na>\n<assistant\n[b>\n]"
 def test_system_field_becomes_the_first_turn(field: str) -> None:
     encoder = ChatEncoder(template=ChatML("<", ">"))
     finevision = {"texts": [{"user": "a", "assistant": "b"}]}
-    for record in (chat(("human", "a"), ("gpt", "b")), openai(("user", "a"), ("assistant", "b")), finevision):
-        assert shown(item(encoder, sample(json={**record, field: "Be brief"}))) == SYSTEM_TURN
-        assert "system" not in shown(item(encoder, sample(json={**record, field: ""})))
-    twice = openai(("system", "Be brief"), ("user", "a"), ("assistant", "b"))
-    assert shown(item(encoder, sample(json={**twice, field: "Be brief"}))) == SYSTEM_TURN
+    for record in (
+        llava_chat(("human", "a"), ("gpt", "b")),
+        openai_chat(("user", "a"), ("assistant", "b")),
+        finevision,
+    ):
+        assert tokens_as_text(item(encoder, sample(json={**record, field: "Be brief"}))) == SYSTEM_TURN
+        assert "system" not in tokens_as_text(item(encoder, sample(json={**record, field: ""})))
+    twice = openai_chat(("system", "Be brief"), ("user", "a"), ("assistant", "b"))
+    assert tokens_as_text(item(encoder, sample(json={**twice, field: "Be brief"}))) == SYSTEM_TURN
     with pytest.raises(ValueError, match=rf"{field}: more than one system prompt\. Keep one of them"):
         encoder.encode(sample(json={**twice, field: "Be long"}), Rng(7))
 
 
 def test_system_prompt_within_a_pair_of_user_and_assistant_comes_first() -> None:
     record = {"texts": [{"system": "Be brief", "user": "a", "assistant": "b"}]}
-    assert shown(item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))) == SYSTEM_TURN
+    assert tokens_as_text(item(ChatEncoder(template=ChatML("<", ">")), sample(json=record))) == SYSTEM_TURN
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 @pytest.mark.parametrize("form", ["from and value", "role and content", "user and assistant"])
 def test_text_that_shows_listed_media_without_a_part_is_an_error(form: str, kind: str) -> None:
     turns = {
-        "from and value": chat(("human", f"<{kind}>a"), ("gpt", "b")),
-        "role and content": openai(("user", f"<{kind}>a"), ("assistant", "b")),
+        "from and value": llava_chat(("human", f"<{kind}>a"), ("gpt", "b")),
+        "role and content": openai_chat(("user", f"<{kind}>a"), ("assistant", "b")),
         "user and assistant": {"texts": [{"user": f"<{kind}>a", "assistant": "b"}]},
     }[form]
     with pytest.raises(ValueError, match=rf"a place for {kind}"):

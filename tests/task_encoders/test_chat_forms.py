@@ -40,7 +40,7 @@ def sides(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def contents(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Lists of content, with null where a part has no such field, as tables have them."""
+    """Return turns whose content is a list, with null for missing fields, as tables have them."""
     image = {"type": "image", "text": None}
     made = []
     for role, text in turns:
@@ -87,7 +87,7 @@ def in_tars(folder: Path, name: str, turns: list[dict[str, Any]], images: int) -
 
 
 def converted(folder: Path, name: str, turns: list[dict[str, Any]], images: int) -> sp.Sample:
-    """Converted from JSONL beside its images."""
+    """Convert JSONL with images beside it."""
     names = [f"x{number}.png" for number in range(images)]
     for named, image in zip(names, IMAGES, strict=False):
         (folder / named).write_bytes(image)
@@ -104,7 +104,7 @@ def in_jsonl(folder: Path, name: str, turns: list[dict[str, Any]], images: int) 
 
 
 def in_parquet(folder: Path, name: str, turns: list[dict[str, Any]], images: int, kind: str = "list") -> sp.Sample:
-    """As `datasets` writes it: structs of bytes and path; or bytes alone, as others do."""
+    """Write rows as `datasets` does, with structs of bytes and path, or with bytes alone, as others do."""
     columns: dict[str, Any] = {name or "turns": [turns], "source": ["web"]}
     inside = [{"bytes": image, "path": None} for image in IMAGES[:images]]
     if images:
@@ -128,8 +128,8 @@ STORES: dict[str, Callable[..., sp.Sample]] = {
 }
 
 
-def oracle(turns: list[tuple[str, str]]) -> list[int]:
-    """The tokens by transformers, each image as many as its patches make."""
+def expected_tokens(turns: list[tuple[str, str]]) -> list[int]:
+    """Return transformers' tokens, with as many for each image as its patches make."""
     messages = [{"role": role, "content": text} for role, text in turns]
     ids = TOKENIZER.encode(TOKENIZER.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
     counts = iter([2, 1])
@@ -143,7 +143,7 @@ def test_each_conversation_format_in_each_store_has_the_same_tokens(form: str, s
     alone = store in ("parquet", "bytes", "struct") and not name  # a list by itself is a column
     encoder = ChatEncoder(TOKENIZER, vision=VISION if images else None, part="turns" if alone else "json")
     made = item(encoder, STORES[store](tmp_path, name, turns, images))
-    assert made["tokens"].tolist() == oracle(wanted)
+    assert made["tokens"].tolist() == expected_tokens(wanted)
     if images:
         sizes = made["grids"].prod(1).tolist()
         assert [patch.unique().tolist() for patch in made["patches"].split(sizes)] == [[10], [20]][:images]
@@ -152,7 +152,7 @@ def test_each_conversation_format_in_each_store_has_the_same_tokens(form: str, s
 def test_images_follow_the_order_of_their_names_in_the_record() -> None:
     record = {"messages": roles(SEEN), "images": ["b.png", "a.png"]}
     made = item(ChatEncoder(TOKENIZER, vision=VISION), sample({"json": record, "a.png": IMAGES[1], "b.png": IMAGES[0]}))
-    assert made["tokens"].tolist() == oracle(SEEN)
+    assert made["tokens"].tolist() == expected_tokens(SEEN)
 
 
 def test_content_has_an_inline_image_or_names_its_part() -> None:
@@ -164,7 +164,7 @@ def test_content_has_an_inline_image_or_names_its_part() -> None:
     ]
     record = {"messages": [{"role": "user", "content": content}, *roles(TURNS[1:])]}
     made = item(ChatEncoder(TOKENIZER, vision=VISION), sample({"json": record, "z.png": IMAGES[1]}))
-    assert made["tokens"].tolist() == oracle(SEEN)
+    assert made["tokens"].tolist() == expected_tokens(SEEN)
 
 
 def test_record_with_missing_images_is_an_error_for_encoders_with_vision() -> None:
@@ -173,7 +173,7 @@ def test_record_with_missing_images_is_an_error_for_encoders_with_vision() -> No
         ValueError, match=r"images: \['photos/x.png'\], but the sample has no image; .*--file-field images`"
     ):
         ChatEncoder(TOKENIZER, vision=VISION).encode(sample(json=record), Rng(7))
-    assert item(ChatEncoder(TOKENIZER), sample(json=record))["tokens"].tolist() == oracle(TURNS)
+    assert item(ChatEncoder(TOKENIZER), sample(json=record))["tokens"].tolist() == expected_tokens(TURNS)
 
 
 def test_null_fields_of_a_turn_are_ignored() -> None:

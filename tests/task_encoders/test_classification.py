@@ -19,7 +19,7 @@ SMALL = SquareCrop(8, augment=False, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def encoder(**settings: Any) -> ClassificationEncoder:
-    """Of ten classes and small images, unless told otherwise."""
+    """Return an encoder of ten classes and small images, by default."""
     return ClassificationEncoder(**{"classes": 10, "crop": SMALL, **settings})
 
 
@@ -27,7 +27,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
 
 
 def batch_of_six(made_by: ClassificationEncoder, seed: int = 0) -> dict[str, Any]:
-    """A batch of an image of each class from 0 to 5, mixed as torch's seed has it."""
+    """Return a batch of an image of each class from 0 to 5, mixed by torch's seed."""
     items = [item(made_by, sample(png=png(pixels), cls=str(number))) for number, pixels in enumerate(PIXELS)]
     torch.manual_seed(seed)
     batch: dict[str, Any] = made_by.batch(items, RNG)

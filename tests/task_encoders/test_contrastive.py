@@ -72,8 +72,8 @@ VIDEO = video_bytes(24, fps=12)
 CLIPS = Clips(length_s=0.5, fps=8)  # 4 frames
 
 
-def items(encoder: ContrastiveEncoder, seed: int = 7, **parts: Any) -> list[Any]:
-    """The items of a sample's clips in the call of this key."""
+def clip_items(encoder: ContrastiveEncoder, seed: int = 7, **parts: Any) -> list[Any]:
+    """Return the items of a sample's clips, drawn with this key."""
     made = encoder.encode(sample(parts), Rng(seed))
     assert not isinstance(made, Skip | dict)
     return list(made)
@@ -83,11 +83,11 @@ def test_a_clip_of_a_video_is_paired_with_the_text() -> None:
     encoder = ContrastiveEncoder(ENDING, crop=SquareCrop(32, augment=False), clips=CLIPS)
     drawn = []
     for seed in range(10):
-        (made,) = items(encoder, seed, mp4=VIDEO, txt="a bb")
+        (made,) = clip_items(encoder, seed, mp4=VIDEO, txt="a bb")
         assert (made["video"].shape, made["video"].dtype) == ((4, 3, 32, 32), torch.uint8)
         assert made["tokens"].tolist() == [8, 1, 2, 9]
         drawn.append(made["video"])
-    (again,) = items(encoder, 9, mp4=VIDEO, txt="a bb")
+    (again,) = clip_items(encoder, 9, mp4=VIDEO, txt="a bb")
     assert torch.equal(again["video"], drawn[-1])
     assert len({each.numpy().tobytes() for each in drawn}) > 5
     batch = encoder.batch([{"video": each, "tokens": again["tokens"]} for each in drawn[:2]], RNG)
@@ -117,7 +117,9 @@ def test_several_clips_of_a_video_are_several_items() -> None:
         clips=Clips(length_s=0.5, fps=4, stride_s=0.5),
     )
     texts = {"texts": ["a", "bb"]}
-    made = items(encoder, webm=video_bytes(24, fps=12, size=(48, 48), container="webm", codec="libvpx"), json=texts)
+    made = clip_items(
+        encoder, webm=video_bytes(24, fps=12, size=(48, 48), container="webm", codec="libvpx"), json=texts
+    )
     shown = [[frame_number(frame.numpy()) for frame in each["video"]] for each in made]
     assert shown == [[0, 3], [6, 9], [12, 15], [18, 21]]
     assert {each["tokens"].item() for each in made} <= {1, 2}
@@ -131,5 +133,5 @@ def test_sample_without_the_video_is_skipped(video: str | None) -> None:
 
 
 def test_a_clip_without_a_text_is_skipped() -> None:
-    (made,) = items(ContrastiveEncoder(clips=CLIPS), mp4=VIDEO)
+    (made,) = clip_items(ContrastiveEncoder(clips=CLIPS), mp4=VIDEO)
     assert isinstance(made, Skip) and made.reason == "no text"

@@ -43,7 +43,7 @@ TEMPLATE = (
 
 @cache
 def own_tokenizer() -> Any:
-    """A tokenizer of transformers with a chat template."""
+    """Return a tokenizer of transformers with a chat template."""
     from transformers import PreTrainedTokenizerFast  # takes a second
 
     made = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), eos_token="<|im_end|>")
@@ -52,13 +52,13 @@ def own_tokenizer() -> Any:
 
 
 def vision(tiles: Any, decode: Any = "scaled") -> Vision:
-    """Image tokens are the tokenizer's `<|image_pad|>`."""
+    """Return a vision setting whose image tokens are the tokenizer's `<|image_pad|>`."""
     return Vision(tiles, trained_tokenizer().token_to_id("<|image_pad|>"), text="<|image_pad|>", decode=decode)
 
 
 @cache
 def photos() -> list[tuple[bytes, int]]:
-    """The digits as JPEGs of several sizes, of which crops and tiles need a half, a quarter or an eighth."""
+    """Yield digits as JPEGs of several sizes, for which a half, a quarter or an eighth suffices."""
     made = []
     for number, (image, n) in enumerate(digits()):
         file = io.BytesIO()
@@ -68,8 +68,8 @@ def photos() -> list[tuple[bytes, int]]:
     return made
 
 
-def labelled() -> list[dict[str, Any]]:
-    """Digits with their class, a caption, and three captions of which one is drawn."""
+def labelled_digits() -> list[dict[str, Any]]:
+    """Yield digits with their class, a caption, and three captions of which one is drawn."""
     return [
         {"jpg": image, "cls": str(n), "txt": f"a scanned {NAMES[n]}", "json": {"texts": [NAMES[n], f"a {n}", f"{n}!"]}}
         for image, n in photos()[:40]
@@ -77,7 +77,7 @@ def labelled() -> list[dict[str, Any]]:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """One to three digits in a conversation, LLaVA's and OpenAI's way in turns; every tenth has no answer."""
+    """Yield conversations about one to three digits in two formats. Every tenth has no answer."""
     samples: list[dict[str, Any]] = []
     for first in range(40):
         shown = photos()[first : first + 1 + first % 3]
@@ -94,8 +94,8 @@ def conversations() -> list[dict[str, Any]]:
 
 
 @cache
-def films() -> list[dict[str, Any]]:
-    """Conversations about one or two short videos, sounds, and a digit."""
+def video_conversations() -> list[dict[str, Any]]:
+    """Yield conversations about one or two short videos, audio and a digit."""
     videos = [video_bytes(6 + 3 * number, fps=6, size=(16, 16)) for number in range(3)]
     sounds = [audio_bytes(0.1 + 0.03 * number) for number in range(4)]
     samples: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def films() -> list[dict[str, Any]]:
 
 
 def documents() -> list[dict[str, Any]]:
-    """Pieces of Python's source with up to three digits between them."""
+    """Yield parts of Python's source with up to three digits between them."""
     samples = []
     for number, (name, text) in enumerate(python_sources()[:40]):
         images = {f"{i}.jpg": photos()[number + i][0] for i in range(number % 4)}
@@ -124,13 +124,13 @@ def documents() -> list[dict[str, Any]]:
 
 
 def sources() -> list[dict[str, Any]]:
-    """Python's source, as text and as a prompt with its completion."""
+    """Yield Python's source, as text and as a prompt with its completion."""
     return [{"py": text, "json": {"prompt": f"# {name}\n", "code": text[:300]}} for name, text in python_sources()[:40]]
 
 
 @cache
-def sounds() -> list[dict[str, Any]]:
-    """Tones of several lengths, rates and containers with their text; every ninth has none, every eleventh is long."""
+def tones() -> list[dict[str, Any]]:
+    """Yield tones of several lengths, rates and containers. Every ninth has no text, and every eleventh is long."""
     made = []
     for number in range(24):
         container = ("flac", "wav", "ogg")[number % 3]
@@ -144,7 +144,7 @@ def sounds() -> list[dict[str, Any]]:
 
 @cache
 def videos() -> list[dict[str, Any]]:
-    """Small videos of half a second with two captions each."""
+    """Yield videos of half a second with two captions each."""
     return [
         {"mp4": video_bytes(6, fps=12, size=(48, 32), gop=3, noise=1 + n), "json": {"texts": [f"video {n}", "another"]}}
         for n in range(12)
@@ -152,15 +152,15 @@ def videos() -> list[dict[str, Any]]:
 
 
 CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, and the length of packs
-    "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled, None),
-    "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled, None),
+    "classes": (lambda: ClassificationEncoder(10, crop=CROP), labelled_digits, None),
+    "mixed classes": (lambda: ClassificationEncoder(10, crop=EXACT, mixup=0.4, cutmix=1.0), labelled_digits, None),
     "captions": (
         lambda: CaptioningEncoder(trained_tokenizer(), image_size=12, decode="exact", eos=False),
-        labelled,
+        labelled_digits,
         None,
     ),
-    "packed captions": (lambda: CaptioningEncoder(image_size=12), labelled, 80),
-    "pairs": (lambda: ContrastiveEncoder(text="json[texts]", crop=CROP), labelled, None),
+    "packed captions": (lambda: CaptioningEncoder(image_size=12), labelled_digits, 80),
+    "pairs": (lambda: ContrastiveEncoder(text="json[texts]", crop=CROP), labelled_digits, None),
     "chat": (
         lambda: ChatEncoder(
             own_tokenizer(), vision=vision(NativeSize(patch=4, merge=1, min_pixels=16, max_pixels=144))
@@ -184,7 +184,7 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
             template=ChatML("<", ">"),
             max_length=90,
         ),
-        films,
+        video_conversations,
         90,
     ),
     "packed documents": (
@@ -208,10 +208,10 @@ CASES: dict[str, tuple[Any, Any, int | None]] = {  # an encoder, its samples, an
     ),
     "speech": (
         lambda: SpeechEncoder(max_s=1.0, speeds=(0.9, 1.0, 1.1), masks=SpecAugment(band_width=9, time_width=9)),
-        sounds,
+        tones,
         None,
     ),
-    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0, eos="<|endoftext|>"), sounds, 60),
+    "packed speech": (lambda: SpeechEncoder(trained_tokenizer(), max_s=1.0, eos="<|endoftext|>"), tones, 60),
     "clips of videos": (
         lambda: ContrastiveEncoder(text="json[texts]", crop=CROP, clips=sp.Clips(length_s=0.2, fps=10, count=2)),
         videos,
@@ -226,7 +226,7 @@ IN_WORKERS = {"mixed classes", "packed chat with videos and sounds"}  # by torch
 
 @pytest.fixture(scope="module")
 def shards_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], list[dict[str, Any]]]], str]:
-    """Write samples once."""
+    """Return a function that writes samples once, and returns their folder."""
 
     @cache
     def written(samples: Callable[[], list[dict[str, Any]]]) -> str:

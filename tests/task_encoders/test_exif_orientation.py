@@ -29,15 +29,15 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (13, 19, 3), dtype=np.uint8)
 
 
 def photo(orientation: int, kind: str = "PNG", size: tuple[int, int] = (190, 130)) -> bytes:
-    """A photo that is to be turned."""
+    """Return a photo with an EXIF orientation."""
     exif, file = Image.Exif(), io.BytesIO()
     exif[0x0112] = orientation
     Image.fromarray(PHOTO).resize(size, Image.Resampling.BICUBIC).save(file, kind, exif=exif)
     return file.getvalue()
 
 
-def shown(data: bytes) -> bytes:
-    """The same, with its pixels turned and nothing to say."""
+def rotated(data: bytes) -> bytes:
+    """Return the same photo with rotated pixels and no orientation."""
     with Image.open(io.BytesIO(data)) as image:
         return png(np.asarray(ImageOps.exif_transpose(image)))
 
@@ -47,10 +47,10 @@ def test_crops_and_tiles_apply_the_exif_orientation(orientation: int) -> None:
     data = photo(orientation)
     for augment in (True, False):
         crop = SquareCrop(32, augment)
-        found, wanted = (crop.image(sample(png=one), Rng(7)) for one in (data, shown(data)))
+        found, wanted = (crop.image(sample(png=one), Rng(7)) for one in (data, rotated(data)))
         assert found is not None and wanted is not None and torch.equal(found, wanted)
     for tiles in TILES:
-        both = [tiles.cut(Vision(tiles, 300).image(sample(png=one), "png")) for one in (data, shown(data))]
+        both = [tiles.cut(Vision(tiles, 300).image(sample(png=one), "png")) for one in (data, rotated(data))]
         assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
@@ -61,7 +61,7 @@ def test_photo_decoded_at_a_quarter_is_rotated_within_a_pixel(
     jpeg = photo(orientation, "JPEG", (381, 261))
     tiles = NativeSize(patch=2, merge=2, max_pixels=40 * 40, min_pixels=1)
     assert isinstance(Vision(tiles, 300).image(sample(jpg=jpeg), "jpg"), ScaledImage)
-    parts = {"jpg": jpeg, "png": shown(jpeg)}
+    parts = {"jpg": jpeg, "png": rotated(jpeg)}
     one, other = (tiles.cut(Vision(tiles, 300).image(sample(parts), kind))[0].float() for kind in parts)
     assert (one - other).abs().mean() < 3
     one, other = (SquareCrop(32).image(sample({kind: part}), Rng(7)).float() for kind, part in parts.items())  # type: ignore[union-attr]

@@ -25,19 +25,19 @@ VISION = Vision(NativeSize(patch=2, merge=2, min_pixels=16, max_pixels=256), IMA
 
 
 def obelics(*parts: Any, **images: bytes) -> Any:
-    """A sample of texts (str) and names of images (bytes), in OBELICS' way."""
+    """Return a sample of texts (str) and names of images (bytes) in OBELICS' format."""
     texts = [part if isinstance(part, str) else None for part in parts]
     places = [None if isinstance(part, str) else part.decode() for part in parts]
     return sample({"json": {"texts": texts, "images": places}, **{f"{n}.png": image for n, image in images.items()}})
 
 
 def encoder(**settings: Any) -> InterleavedEncoder:
-    """Of words, between a beginning (8) and an end (9)."""
+    """Return an encoder of words, with BOS (8) and EOS (9)."""
     return InterleavedEncoder(Tokenizer(word_lengths, bos=8, eos=9), vision=VISION, **settings)
 
 
-def items(made: Any) -> list[dict[str, Any]]:
-    """One or several."""
+def as_list(made: Any) -> list[dict[str, Any]]:
+    """Return the results of `encode` as a list."""
     return [made] if isinstance(made, dict) else list(made)
 
 
@@ -81,7 +81,7 @@ def test_long_document_is_cut_outside_images_without_losing_targets(parts: Any, 
     pieces = [piece for piece in made if not isinstance(piece, Skip)]
     assert all(1 <= len(piece["tokens"]) <= max_length for piece in pieces)
     assert all((piece["labels"] >= 0).any() for piece in pieces)
-    labels, joint = torch.cat([piece["labels"] for piece in pieces]), items(whole)[0]
+    labels, joint = torch.cat([piece["labels"] for piece in pieces]), as_list(whole)[0]
     assert torch.equal(labels[labels >= 0], joint["labels"][joint["labels"] >= 0])
     if len(pieces) == len(made):
         for name, expected in joint.items():

@@ -22,7 +22,7 @@ BOS, EOS = 257, 258
 
 
 def items(encoder: LanguageModelingEncoder, *texts: str) -> list[dict[str, Any]]:
-    """The items of these texts, none of which fans out."""
+    """Return the items of these texts, one for each text."""
     return [encoder.encode(sample(txt=text), RNG) for text in texts]  # type: ignore[misc]
 
 

@@ -110,14 +110,15 @@ def with_template(family: str, template: str) -> Any:
     return made
 
 
-def masked(made: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The tokens of an item, and which of them are learned, as `assistant_masks` says it."""
+def tokens_and_mask(made: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the tokens of an item, and which of them have loss, as `assistant_masks` does."""
     tokens, learned = made["tokens"].tolist(), [IGNORED, *made["labels"].tolist()[:-1]]
     assert all(label in (IGNORED, token) for token, label in zip(tokens, learned, strict=True))
     return tokens, [int(label != IGNORED) for label in learned]
 
 
-def oracle(own: Any, marked: str, messages: list[dict[str, Any]], **more: Any) -> tuple[list[int], list[int]]:
+def expected_tokens(own: Any, marked: str, messages: list[dict[str, Any]], **more: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens and the mask by transformers."""
     both = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     made = own.apply_chat_template(messages, chat_template=marked, **both, **more)
     return made["input_ids"], made["assistant_masks"]
@@ -130,7 +131,7 @@ def test_tokens_and_loss_mask_equal_the_tokenizers_template(name: str, marks: bo
     family, template = TEMPLATES[name]
     own = with_template(family, template if marks else unmarked(template))
     made = item(ChatEncoder(own), sample(json=roles(chat)))
-    assert masked(made) == oracle(own, template, roles(chat))
+    assert tokens_and_mask(made) == expected_tokens(own, template, roles(chat))
 
 
 def test_tokenizing_pieces_separately_would_differ() -> None:
@@ -146,13 +147,13 @@ def test_tokenizing_pieces_separately_would_differ() -> None:
 def test_template_that_strips_reasoning_works_if_it_marks_answers_else_is_rejected() -> None:
     chat = [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nfour"), ("user", "b"), ("assistant", "five")]
     marked = with_template("qwen", THINKING)
-    made = masked(item(ChatEncoder(marked), sample(json=roles(chat))))
-    assert made == oracle(marked, THINKING, roles(chat))
+    made = tokens_and_mask(item(ChatEncoder(marked), sample(json=roles(chat))))
+    assert made == expected_tokens(marked, THINKING, roles(chat))
     assert "hm" not in marked.decode(made[0])
     plain = with_template("qwen", unmarked(THINKING))
     with pytest.raises(ValueError, match=r"messages\[1\].*answers='last', or mark answers in the template by"):
         ChatEncoder(plain).encode(sample(json=roles(chat)), Rng(7))
-    last = masked(item(ChatEncoder(plain, answers="last"), sample(json=roles(chat))))
+    last = tokens_and_mask(item(ChatEncoder(plain, answers="last"), sample(json=roles(chat))))
     assert last[0] == made[0]
     learned = [token for token, learns in zip(*last, strict=True) if learns]
     assert plain.decode(learned) == "<think>\n\n</think>\n\nfive<|im_end|>\n"
@@ -162,7 +163,7 @@ def test_answer_of_weight_0_is_not_a_target_of_a_template_that_marks_answers() -
     own = with_template("qwen", TEMPLATES["qwen2"][1])
     messages = roles(CHATS[1])
     messages[1]["weight"] = 0
-    tokens, learned = masked(item(ChatEncoder(own), sample(json=messages)))
+    tokens, learned = tokens_and_mask(item(ChatEncoder(own), sample(json=messages)))
     text = own.decode([token for token, learns in zip(tokens, learned, strict=True) if learns])
     assert text == "  No. <|im_end|>\n"
     one_for_all = "{% generation %}" + unmarked(TEMPLATES["qwen2"][1]) + "{% endgeneration %}"
@@ -171,7 +172,7 @@ def test_answer_of_weight_0_is_not_a_target_of_a_template_that_marks_answers() -
 
 
 class Slow:
-    """A tokenizer of transformers that does not say which characters a token has."""
+    """Tokenizer of transformers that does not state which characters a token has."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -195,7 +196,7 @@ def test_tokenizer_without_offsets_has_the_same_tokens_or_rejects_the_chat(name:
         except ValueError as error:
             assert "Slow reads" in str(error) and "Pass a fast tokenizer" in str(error)
             continue
-        assert masked(made) == oracle(own, template, roles(chat))
+        assert tokens_and_mask(made) == expected_tokens(own, template, roles(chat))
         equal += 1
     assert equal > 2
 
@@ -205,7 +206,7 @@ def test_tokenizer_without_offsets_has_the_same_tokens_or_rejects_the_chat(name:
 def test_prompt_and_text_are_tokenized_together(family: str, prompt: str, text: str) -> None:
     own = tokenizer(family)
     encoder = LanguageModelingEncoder(own, part="json[text]", prompt="json[prompt]", eos=True)
-    tokens, learned = masked(item(encoder, sample(json={"prompt": prompt, "text": text})))
+    tokens, learned = tokens_and_mask(item(encoder, sample(json={"prompt": prompt, "text": text})))
     whole = own(prompt + text, return_offsets_mapping=True)
     assert tokens == [*whole["input_ids"], own.eos_token_id]
     assert (tokens[0] == own.bos_token_id) == (own.bos_token_id is not None)
@@ -224,7 +225,7 @@ def test_tiktoken_offsets_come_from_token_bytes() -> None:
     )
     text, answer = "<|im_start|>user\na🙂<|im_end|>\n<|im_start|>assistant\n", "🙂 b<|im_end|>\n"
     made = item(ChatEncoder(encoding), sample(json=roles([("user", "a🙂"), ("assistant", "🙂 b")])))
-    tokens, learned = masked(made)
+    tokens, learned = tokens_and_mask(made)
     assert tokens == encoding.encode(text + answer, allowed_special="all")
     taught = [token for token, learns in zip(tokens, learned, strict=True) if learns]
     assert encoding.decode(taught) == answer
@@ -248,7 +249,7 @@ def test_llava_image_is_one_token_in_the_text(name: str, question: str) -> None:
     repeated = own(text.replace("<image>", "<image>" * count), add_special_tokens=False, return_offsets_mapping=True)
     begin = len(text) + len("<image>") * (count - 1) - len(" A cat." + own.eos_token)
     expected = [int(end > begin) for _, end in repeated["offset_mapping"]]
-    assert masked(made) == (repeated["input_ids"], expected)
+    assert tokens_and_mask(made) == (repeated["input_ids"], expected)
 
 
 def test_images_of_qwen_internvl_and_smolvlm_are_enclosed_by_their_tokens() -> None:
@@ -332,7 +333,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def test_tools_and_calls_equal_the_templates(form: str) -> None:
     own = with_template("qwen", TOOL_TEMPLATE)
     made = item(ChatEncoder(own), sample(json=ROWS[form]))
-    assert masked(made) == oracle(own, TOOL_TEMPLATE, CALLING, tools=TOOLS)
+    assert tokens_and_mask(made) == expected_tokens(own, TOOL_TEMPLATE, CALLING, tools=TOOLS)
     assert "properties" in own.decode(made["tokens"])
 
 
@@ -341,7 +342,7 @@ def test_the_arguments_that_a_row_has_for_the_template_are_passed_to_it() -> Non
     own = with_template("qwen", template)
     row = {"messages": roles(CHATS[0]), "chat_template_kwargs": {"brief": True}}
     made = item(ChatEncoder(own, template=OwnTemplate(own, {"brief": False})), sample(json=row))
-    assert masked(made) == oracle(own, template, roles(CHATS[0]), brief=True)
+    assert tokens_and_mask(made) == expected_tokens(own, template, roles(CHATS[0]), brief=True)
 
 
 def test_a_special_token_in_a_tool_call_skips_the_sample() -> None:

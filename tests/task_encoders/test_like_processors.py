@@ -31,7 +31,7 @@ SPLIT = {"do_image_splitting": True, "resample": 1, **HALF}
 
 
 class Model(NamedTuple):
-    """The image processor of a model, the rest of its processor, and the tiles that follow."""
+    """The image processor of a model, its other settings, and the equivalent tiles."""
 
     images: str
     numbers: dict[str, Any]
@@ -79,7 +79,7 @@ MODELS = {
 
 
 def processor(name: str, *, pillow: bool = True, **changed: Any) -> Any:
-    """What `Vision.from_processor` reads of a model's processor."""
+    """Return the attributes of a model's processor that `Vision.from_processor` reads."""
     import transformers
 
     model = MODELS[name]
@@ -90,20 +90,20 @@ def processor(name: str, *, pillow: bool = True, **changed: Any) -> Any:
 
 
 def vision(name: str) -> Vision:
-    """How this model sees."""
+    """Return the vision setting read from the processor of this model."""
     return Vision.from_processor(processor(name), patch=MODELS[name].patch)
 
 
 def photo(width: int, height: int) -> Image.Image:
-    """Noise, some of it coarse."""
+    """Return noise, some of it coarse."""
     draw = np.random.default_rng(width)
     coarse = Image.fromarray(draw.integers(0, 256, (7, 9, 3), np.uint8)).resize((width, height))
     fine = draw.integers(-40, 41, (height, width, 3))
     return Image.fromarray(np.clip(np.asarray(coarse) + fine, 0, 255).astype(np.uint8))
 
 
-def seen(shown: Vision, image: Image.Image) -> tuple[torch.Tensor, list[list[int]]]:
-    """The tiles of an image as a model gets them, float32 (tiles, 3, height, width), and their grids."""
+def our_tiles(shown: Vision, image: Image.Image) -> tuple[torch.Tensor, list[list[int]]]:
+    """Return the tiles that a model gets, float32 (tiles, 3, height, width), and their grids."""
     fields = shown.tokenize(image).fields
     batch = shown.batch(fields, torch.tensor([1]))
     rows, columns = fields["grids"][0].tolist()
@@ -111,8 +111,8 @@ def seen(shown: Vision, image: Image.Image) -> tuple[torch.Tensor, list[list[int
     return tiles.flatten(4).flatten(2, 3), fields["grids"].tolist()
 
 
-def theirs(made: Any, image: Image.Image, like: torch.Tensor) -> torch.Tensor:
-    """The same of a processor: Qwen's patches lie in blocks of 2 × 2, and are doubled in time."""
+def processor_tiles(made: Any, image: Image.Image, like: torch.Tensor) -> torch.Tensor:
+    """Return the tiles and grids of a processor. Qwen's patches are in blocks of 2 × 2 and duplicated in time."""
     with_pixels = made.image_processor(images=[image], return_tensors="pt")
     pixels = with_pixels["pixel_values"]
     if "image_grid_thw" in with_pixels:
@@ -136,8 +136,8 @@ def test_tiles_and_grids_equal_the_processors(name: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_pixels_equal_the_processors(name: str, size: tuple[int, int]) -> None:
     image = photo(*size)
-    tiles, grids = seen(vision(name), image)
-    expected = theirs(processor(name), image, tiles)
+    tiles, grids = our_tiles(vision(name), image)
+    expected = processor_tiles(processor(name), image, tiles)
     assert tiles.shape == expected.shape
     assert len(grids) == len(tiles)
     assert (tiles - expected).abs().max() < 1e-5  # rounding of float32; a grey level is 0.014 or more
@@ -146,8 +146,8 @@ def test_pixels_equal_the_processors(name: str, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_pixels_differ_from_torchvisions_by_half_a_level(name: str) -> None:
     image = photo(640, 427)
-    tiles, _ = seen(vision(name), image)
-    expected = theirs(processor(name, pillow=False), image, tiles)
+    tiles, _ = our_tiles(vision(name), image)
+    expected = processor_tiles(processor(name, pillow=False), image, tiles)
     assert tiles.shape == expected.shape
     off = (tiles - expected).abs() * 255 * max(vision(name).std)
     assert off.max() < 9 and off.mean() < 0.5  # rows or columns are resized first, and rounded in between
@@ -179,8 +179,8 @@ def test_an_image_that_fills_one_tile_is_not_split() -> None:
     assert len(tiles.cut(photo(640, 427))[1]) == 1
 
 
-def chats(shown: Vision) -> Any:
-    """A chat with two images, as an item; and its encoder."""
+def encoded_chat(shown: Vision) -> Any:
+    """Return a chat with two images, as an item, and its encoder."""
     encoder = ChatEncoder(trained_tokenizer(), vision=shown)
     images = {"0.png": png(np.asarray(photo(64, 40))), "1.png": png(np.asarray(photo(30, 60)))}
     turns = [{"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "the first"}]
@@ -189,7 +189,7 @@ def chats(shown: Vision) -> Any:
 
 def test_tiles_are_enclosed_by_texts_and_cut_and_counted_as_one_image() -> None:
     shown = Vision(SplitTiles(2, 2, 8, 32), 300)
-    encoder, made = chats(shown)
+    encoder, made = encoded_chat(shown)
     runs = [len(run) for run in "".join("#" if token == 300 else " " for token in made["tokens"]).split()]
     assert made["tile_counts"].tolist() == [13, 9] and runs == [4] * 22
     assert shown.token_counts(made) == [52, 36]

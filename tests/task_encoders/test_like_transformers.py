@@ -36,7 +36,7 @@ BEFORE, AFTER = "<|vision_bos|>", "<|vision_eos|>"
 
 @cache
 def tokenizer() -> Any:
-    """With the special tokens of all three models."""
+    """Return a tokenizer with the special tokens of all three models."""
     from transformers import PreTrainedTokenizerFast
 
     trained = trained_tokenizer()
@@ -47,46 +47,46 @@ def tokenizer() -> Any:
     )
 
 
-def number(text: str) -> int:
-    """The id of a special token."""
+def token_id(text: str) -> int:
+    """Return the id of a special token."""
     return int(tokenizer().convert_tokens_to_ids(text))
 
 
 def qwen_parts() -> dict[str, Any]:
-    """Qwen's image and video processors, of small sizes, and the tokenizer."""
+    """Return Qwen's image and video processors for small sizes, and the tokenizer."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     own = tokenizer()
-    own.video_token, own.video_token_id = "<|video_pad|>", number("<|video_pad|>")
+    own.video_token, own.video_token_id = "<|video_pad|>", token_id("<|video_pad|>")
     videos = Qwen2VLVideoProcessor(size=SMALL, do_sample_frames=True, fps=2.0, cap_pixels_per_frame=True)
     return {"image_processor": Qwen2VLImageProcessor(size=SMALL), "video_processor": videos, "tokenizer": own}
 
 
 def qwen(rope: MRope) -> ChatEncoder:
-    """An encoder for the same."""
+    """Return an encoder with the same settings."""
     marks: dict[str, Any] = {"before": BEFORE, "after": AFTER, "mean": MEAN, "std": STD}
     low, high = SMALL.values()
-    vision = Vision(NativeSize(14, 2, low, high), number("<|image_pad|>"), **marks)
-    video = VideoTokens(number("<|video_pad|>"), min_pixels=low, max_pixels=high, **marks)
-    audio = AudioTokens(number("<|AUDIO|>"), before="<|audio_bos|>", after="<|audio_eos|>")
+    vision = Vision(NativeSize(14, 2, low, high), token_id("<|image_pad|>"), **marks)
+    video = VideoTokens(token_id("<|video_pad|>"), min_pixels=low, max_pixels=high, **marks)
+    audio = AudioTokens(token_id("<|AUDIO|>"), before="<|audio_bos|>", after="<|audio_eos|>")
     own = tokenizer()
     own.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     return ChatEncoder(own, vision=vision, video=video, audio=audio, rope=rope)
 
 
-def film(seconds: float, fps: int, size: tuple[int, int]) -> bytes:
-    """A video with noise."""
+def noise_video(seconds: float, fps: int, size: tuple[int, int]) -> bytes:
+    """Return a video of noise."""
     return video_bytes(round(seconds * fps), fps=fps, size=size, noise=60)
 
 
-def asked(text: str, **parts: Any) -> Any:
-    """A sample with this text, an answer, and parts named `0_mp4` for 0.mp4."""
+def sample_asking(text: str, **parts: Any) -> Any:
+    """Return a sample with this question, an answer, and parts named `0_mp4` for 0.mp4."""
     turns = [{"from": "human", "value": text}, {"from": "gpt", "value": "yes"}]
     return sample({"json": {"conversations": turns}, **{name.replace("_", "."): part for name, part in parts.items()}})
 
 
-def decoded(given: Any, part: str) -> tuple[Any, Any]:
-    """All frames of a part, uint8 (n, 3, height, width), and what a processor must know of them."""
+def decoded_frames(given: Any, part: str) -> tuple[Any, Any]:
+    """Return all frames of a part, uint8 (n, 3, height, width), and the facts that a processor needs."""
     from transformers.video_utils import VideoMetadata
 
     with given.video(part) as video:
@@ -124,10 +124,12 @@ def test_qwen_gets_equal_tokens_grids_times_positions_and_close_pixels() -> None
 
     text = "What is <image> and <video>, if not <video>?"
     photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
-    given = asked(text, **{"png": png(photo), "0_mp4": film(3, 12, (160, 96)), "1_mp4": film(1.25, 8, (64, 120))})
+    given = sample_asking(
+        text, **{"png": png(photo), "0_mp4": noise_video(3, 12, (160, 96)), "1_mp4": noise_video(1.25, 8, (64, 120))}
+    )
     made = item(qwen(MRope(2)), given)
     processor = Qwen2_5_VLProcessor(**qwen_parts())
-    videos, metadata = zip(decoded(given, "0.mp4"), decoded(given, "1.mp4"), strict=True)
+    videos, metadata = zip(decoded_frames(given, "0.mp4"), decoded_frames(given, "1.mp4"), strict=True)
     rendered = text.replace("<image>", f"{BEFORE}<|image_pad|>{AFTER}").replace(
         "<video>", f"{BEFORE}<|video_pad|>{AFTER}"
     )
@@ -146,7 +148,7 @@ def test_qwen_gets_equal_tokens_grids_times_positions_and_close_pixels() -> None
 
 
 def _qwen_positions(inputs: Any) -> torch.Tensor:
-    """Those of the model, int64 (3, 1, T)."""
+    """Return the model's positions, int64 (3, 1, T)."""
     from transformers import Qwen2_5_VLConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
@@ -164,13 +166,13 @@ def _qwen_positions(inputs: Any) -> torch.Tensor:
 def test_omni_gets_equal_audio_tokens_features_and_positions() -> None:
     from transformers import Qwen2_5OmniProcessor, WhisperFeatureExtractor
 
-    parts = {"0_flac": audio_bytes(1.5071), "1_flac": audio_bytes(0.73), "mp4": film(6, 6, (90, 60))}
-    given = asked("<audio>a<video>b<audio>", **parts)
+    parts = {"0_flac": audio_bytes(1.5071), "1_flac": audio_bytes(0.73), "mp4": noise_video(6, 6, (90, 60))}
+    given = sample_asking("<audio>a<video>b<audio>", **parts)
     made = item(qwen(MRope(25)), given)
     hearing = WhisperFeatureExtractor(feature_size=128, chunk_length=300, return_attention_mask=True)
     processor = Qwen2_5OmniProcessor(feature_extractor=hearing, **qwen_parts())
     sounds = [given.audio(part).samples(rate=16000, mono=True)[0] for part in ("0.flac", "1.flac")]
-    video, metadata = decoded(given, "mp4")
+    video, metadata = decoded_frames(given, "mp4")
     sound = "<|audio_bos|><|AUDIO|><|audio_eos|>"
     theirs = processor(
         text=[f"{sound}a{BEFORE}<|video_pad|>{AFTER}b{sound}yes"],
@@ -189,7 +191,7 @@ def test_omni_gets_equal_audio_tokens_features_and_positions() -> None:
 
 
 def _omni_positions(inputs: Any, audio_frames: torch.Tensor) -> torch.Tensor:
-    """Those of the thinker, int64 (3, 1, T)."""
+    """Return the positions of the model's thinker, int64 (3, 1, T)."""
     from transformers import Qwen2_5OmniThinkerConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
         Qwen2_5OmniThinkerForConditionalGeneration as Thinker,
@@ -200,10 +202,12 @@ def _omni_positions(inputs: Any, audio_frames: torch.Tensor) -> torch.Tensor:
             torch.nn.Module.__init__(self)
             self.config, self.spatial_merge_size = config, 2
 
-    ids = {f"{kind}_token_id": number(text) for kind, text in (("image", "<|image_pad|>"), ("video", "<|video_pad|>"))}
-    ids |= {"audio_token_id": number("<|AUDIO|>"), "audio_start_token_id": number("<|audio_bos|>")}
-    config = Qwen2_5OmniThinkerConfig(**ids, vision_start_token_id=number(BEFORE), position_id_per_seconds=25)
-    config.vision_start_token_id, config.audio_start_token_id = number(BEFORE), number("<|audio_bos|>")
+    ids = {
+        f"{kind}_token_id": token_id(text) for kind, text in (("image", "<|image_pad|>"), ("video", "<|video_pad|>"))
+    }
+    ids |= {"audio_token_id": token_id("<|AUDIO|>"), "audio_start_token_id": token_id("<|audio_bos|>")}
+    config = Qwen2_5OmniThinkerConfig(**ids, vision_start_token_id=token_id(BEFORE), position_id_per_seconds=25)
+    config.vision_start_token_id, config.audio_start_token_id = token_id(BEFORE), token_id("<|audio_bos|>")
     seconds = torch.tensor([float(inputs["video_second_per_grid"][0])])
     positions: torch.Tensor = Bare(config).get_rope_index(
         inputs["input_ids"],
@@ -218,16 +222,16 @@ def _omni_positions(inputs: Any, audio_frames: torch.Tensor) -> torch.Tensor:
 def test_internvl_gets_equal_tokens_and_close_pixels() -> None:
     from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
 
-    vision = Vision(Tiles(), number("<IMG_CONTEXT>"), before="<img>", after="</img>", mean=MEAN, std=STD)
+    vision = Vision(Tiles(), token_id("<IMG_CONTEXT>"), before="<img>", after="</img>", mean=MEAN, std=STD)
     own = tokenizer()
     own.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    own.video_token, own.video_token_id = "<video>", number("<video>")
-    given = asked("<video>\nWhat?", mp4=film(2, 12, (160, 96)))
+    own.video_token, own.video_token_id = "<video>", token_id("<video>")
+    given = sample_asking("<video>\nWhat?", mp4=noise_video(2, 12, (160, 96)))
     encoder = ChatEncoder(own, vision=vision, video=VideoFrames(min_frames=3, max_frames=3))
     made = item(encoder, given)
     videos = InternVLVideoProcessor(size={"height": 448, "width": 448}, do_sample_frames=True, num_frames=3)
     processor = InternVLProcessor(image_processor=GotOcr2ImageProcessor(), tokenizer=own, video_processor=videos)
-    video, metadata = decoded(given, "mp4")
+    video, metadata = decoded_frames(given, "mp4")
     theirs = processor(text=["<video>\nWhat?yes"], videos=[video], video_metadata=[metadata], return_tensors="pt")
     assert made["tokens"].tolist() == theirs["input_ids"][0].tolist()
     patches = encoder.batch([made], Rng(7))["patches"]
@@ -239,8 +243,8 @@ def test_internvl_gets_equal_tokens_and_close_pixels() -> None:
 def test_qwen_computes_the_same_on_a_pack_as_on_single_conversations() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
     encoder = qwen(MRope(2))
-    samples = [asked("a <image> b <video>?", png=png(photo), mp4=film(3, 12, (160, 96)))]
-    samples.append(asked("q <video>", mp4=film(2, 12, (96, 96))))
+    samples = [sample_asking("a <image> b <video>?", png=png(photo), mp4=noise_video(3, 12, (160, 96)))]
+    samples.append(sample_asking("q <video>", mp4=noise_video(2, 12, (96, 96))))
     items = [item(encoder, given) for given in samples]
     model = _small_qwen()
     packed = _logits(model, encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), own_positions=False)
@@ -249,7 +253,7 @@ def test_qwen_computes_the_same_on_a_pack_as_on_single_conversations() -> None:
 
 
 def _small_qwen() -> Any:
-    """The model with two layers, float64, of random weights."""
+    """Return the model with two layers of random weights, float64."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
@@ -258,21 +262,21 @@ def _small_qwen() -> Any:
     text = {**size, **heads, "vocab_size": len(tokenizer()), "rope_parameters": rope}
     sight = {**size, "depth": 2, "out_hidden_size": 32, "num_heads": 2, "tokens_per_second": 2}
     sight |= {"window_size": 112, "fullatt_block_indexes": [1]}
-    ids = {f"{kind}_token_id": number(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    ids = {f"{kind}_token_id": token_id(f"<|{kind}_pad|>") for kind in ("image", "video")}
     torch.manual_seed(0)
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sight, **ids)).double()
 
 
 @torch.no_grad()
 def _logits(model: Any, batch: dict[str, Any], *, own_positions: bool) -> torch.Tensor:
-    """The model's logits of a batch of one row; it numbers the tokens itself, or the batch does."""
+    """Return the model's logits of a batch of one row, with positions of the model or of the batch."""
     inputs: dict[str, Any] = {"input_ids": batch["tokens"], "video_grid_thw": batch["video_grids"]}
     inputs |= {"pixel_values_videos": batch["video_patches"].flatten(1).double()}
     if len(batch["grids"]):
         inputs["image_grid_thw"] = torch.nn.functional.pad(batch["grids"], (1, 0), value=1)
         inputs["pixel_values"] = _by_tokens(batch["patches"], batch["grids"]).double()
     if own_positions:
-        kinds = [(batch["tokens"] == number(f"<|{kind}_pad|>")).int() for kind in ("image", "video")]
+        kinds = [(batch["tokens"] == token_id(f"<|{kind}_pad|>")).int() for kind in ("image", "video")]
         inputs |= {"mm_token_type_ids": kinds[0] + 2 * kinds[1], "second_per_grid_ts": batch["video_seconds"]}
     else:
         both = torch.cat([batch["position_ids"][..., None], batch["mrope_ids"]], -1)
@@ -282,7 +286,7 @@ def _logits(model: Any, batch: dict[str, Any], *, own_positions: bool) -> torch.
 
 
 def _by_tokens(patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """Patches of images, row by row, as the model takes them: those of a token together, and twice."""
+    """Reorder patches from row by row to token by token, each twice, as the model takes them."""
     made = []
     for own, (rows, columns) in zip(patches.split(grids.prod(1).tolist()), grids.tolist(), strict=True):
         blocks = own.view(rows // 2, 2, columns // 2, 2, 3, 1, 14, 14).transpose(1, 2)
@@ -290,8 +294,8 @@ def _by_tokens(patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     return torch.cat(made)
 
 
-def masked(made: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The tokens of an item, and which of them are learned, as `assistant_masks` says it."""
+def tokens_and_mask(made: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Return the tokens of an item, and which of them have loss, as `assistant_masks` does."""
     learned = [-100, *made["labels"].tolist()[:-1]]
     return made["tokens"].tolist(), [int(label != -100) for label in learned]
 
@@ -318,7 +322,7 @@ def test_chats_equal_tokens_and_loss_mask_of_qwens_processor(tmp_path: Path) -> 
         ]
         both = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "return_tensors": "pt"}
         theirs = processor.apply_chat_template(filled, **both)
-        assert masked(made) == (theirs["input_ids"][0].tolist(), theirs["assistant_masks"][0].tolist())
+        assert tokens_and_mask(made) == (theirs["input_ids"][0].tolist(), theirs["assistant_masks"][0].tolist())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma", "llama3"])
@@ -336,6 +340,6 @@ def test_chats_equal_tokens_of_llavas_processor(family: str) -> None:
     encoder = ChatEncoder(own, vision=Vision(tiles, own.convert_tokens_to_ids("<image>")))
     photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
     for question in ("<image>\nWhat is it?", "What is it?\n<image>", "Look, <image> is it four?"):
-        made = item(encoder, asked(question, png=png(photo)))
+        made = item(encoder, sample_asking(question, png=png(photo)))
         theirs = processor(text=f"USER: {question} ASSISTANT: yes</s>", images=[photo], add_special_tokens=False)
         assert made["tokens"].tolist() == theirs["input_ids"][0]

@@ -35,27 +35,27 @@ ALL: dict[str, Any] = {"vision": VISION, "video": VIDEOS, "audio": AUDIOS, "rope
 FILM, SHORT, SOUND = video_bytes(24, fps=12), video_bytes(6, fps=12), audio_bytes(0.4)
 
 
-def chatter(**settings: Any) -> ChatEncoder:
-    """An encoder of all media with short marks."""
+def chat_encoder(**settings: Any) -> ChatEncoder:
+    """Return an encoder of all media with short texts around them."""
     return ChatEncoder(**{"template": ChatML("<", ">"), **ALL, **settings})
 
 
-def asked(question: str, **parts: bytes) -> Any:
-    """A sample with a question, and parts named `0_mp4` for 0.mp4."""
+def sample_asking(question: str, **parts: bytes) -> Any:
+    """Return a sample with a question, and parts named `0_mp4` for 0.mp4."""
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
     return sample({"json": {"conversations": turns}, **{n.replace("_", "."): part for n, part in parts.items()}})
 
 
-def shown(made: dict[str, Any]) -> str:
-    """The tokens as text: `#` an image's, `@` a video's, `~` a sound's."""
+def tokens_as_text(made: dict[str, Any]) -> str:
+    """Return the tokens as text, with `#` for those of images, `@` of videos and `~` of audio."""
     signs = {IMAGE: "#", VIDEO: "@", AUDIO: "~"}
     return "".join(signs.get(token) or chr(token) for token in made["tokens"].tolist())
 
 
 def test_videos_and_audio_are_at_their_placeholders() -> None:
     parts = {"0_png": plain_png(8, 4), "0_flac": SOUND, "0_mp4": FILM, "1_mp4": SHORT}
-    made = item(chatter(), asked("<video>a<audio>b<image>c<video>", **parts))
-    assert shown(made) == f"<user\n{'@' * 8}a({'~' * 10})b##c{'@' * 4}>\n<assistant\nyes>\n"
+    made = item(chat_encoder(), sample_asking("<video>a<audio>b<image>c<video>", **parts))
+    assert tokens_as_text(made) == f"<user\n{'@' * 8}a({'~' * 10})b##c{'@' * 4}>\n<assistant\nyes>\n"
     assert made["video_grids"].tolist() == [[4, 2, 4], [2, 2, 4]]
     assert made["video_seconds"].tolist() == [0.5, 0.25]  # of 8 frames in 2 s, and of 4 in half a second
     assert (made["audio_mels"].shape, made["audio_frames"].tolist()) == ((40, 80), [40])
@@ -64,7 +64,7 @@ def test_videos_and_audio_are_at_their_placeholders() -> None:
 
 def test_frames_are_sampled_at_the_rate() -> None:
     tokens = VideoTokens(VIDEO, patch=16, merge=1, fps=4, min_pixels=48 * 64, max_pixels=48 * 64)
-    made = item(chatter(video=tokens), asked("<video>", mp4=FILM))
+    made = item(chat_encoder(video=tokens), sample_asking("<video>", mp4=FILM))
     steps, rows, columns = made["video_grids"][0].tolist()
     frames = made["video_patches"].view(steps, rows, columns, 3, 2, 16, 16).permute(0, 4, 3, 1, 5, 2, 6)
     frames = frames.reshape(2 * steps, 3, 16 * rows, 16 * columns).numpy()
@@ -80,8 +80,8 @@ def test_content_lists_refer_to_videos_and_audio_in_order_or_by_part() -> None:
     ]
     record = [{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}]
     parts = {"0.mp4": FILM, "1.mp4": SHORT, "wav": audio_bytes(0.4, container="wav")}
-    made = item(chatter(), sample({"json": record, **parts}))
-    assert shown(made) == f"<user\n{'@' * 4}({'~' * 10}){'@' * 8}?>\n<assistant\nyes>\n"
+    made = item(chat_encoder(), sample({"json": record, **parts}))
+    assert tokens_as_text(made) == f"<user\n{'@' * 4}({'~' * 10}){'@' * 8}?>\n<assistant\nyes>\n"
 
 
 def test_template_of_parts_writes_video_and_audio_placeholders_itself() -> None:
@@ -96,14 +96,16 @@ def test_template_of_parts_writes_video_and_audio_placeholders_itself() -> None:
     media = {"vision": Vision(VISION.tiles, IMAGE, text="$"), "video": VideoTokens(**{**vars(VIDEOS), "text": "%"})}
     media["audio"] = AudioTokens(AUDIO, text="&")
     encoder = ChatEncoder(template=OwnTemplate(Template(), content="parts"), **media)
-    made = item(encoder, asked("<audio>a<video>b<image>", mp4=FILM, flac=SOUND, png=plain_png(4, 4)))
-    assert shown(made) == f"{'~' * 10}a{'@' * 8}b#yes"
+    made = item(encoder, sample_asking("<audio>a<video>b<image>", mp4=FILM, flac=SOUND, png=plain_png(4, 4)))
+    assert tokens_as_text(made) == f"{'~' * 10}a{'@' * 8}b#yes"
 
 
 def test_frames_are_images_for_models_without_video() -> None:
-    encoder = chatter(video=VideoFrames(fps=1, min_frames=1, tiles=NativeSize(2, 2, 16, 16)), audio=None, rope=None)
-    made = item(encoder, asked("<image>?<video>!", mp4=FILM, png=plain_png(4, 4)))
-    assert shown(made) == "<user\n#?Frame1: #\nFrame2: #!>\n<assistant\nyes>\n"
+    encoder = chat_encoder(
+        video=VideoFrames(fps=1, min_frames=1, tiles=NativeSize(2, 2, 16, 16)), audio=None, rope=None
+    )
+    made = item(encoder, sample_asking("<image>?<video>!", mp4=FILM, png=plain_png(4, 4)))
+    assert tokens_as_text(made) == "<user\n#?Frame1: #\nFrame2: #!>\n<assistant\nyes>\n"
     assert made["tile_counts"].tolist() == [1, 1, 1]
     assert encoder.images(made) == 3
 
@@ -146,8 +148,12 @@ def test_long_document_is_cut_outside_videos_and_audio() -> None:
 
 
 def test_packs_and_batches_have_media_in_token_order() -> None:
-    encoder = chatter(multiple=4)
-    samples = [asked("<video>", mp4=FILM), asked("<audio><video>", mp4=SHORT, flac=SOUND), asked("<audio>?", ogg=SOUND)]
+    encoder = chat_encoder(multiple=4)
+    samples = [
+        sample_asking("<video>", mp4=FILM),
+        sample_asking("<audio><video>", mp4=SHORT, flac=SOUND),
+        sample_asking("<audio>?", ogg=SOUND),
+    ]
     items = [item(encoder, given) for given in samples]
     batch = encoder.batch([encoder.pack(items[:2], RNG), encoder.pack(items[2:], RNG)], RNG)
     for name in ("video_grids", "video_seconds", "audio_frames", "audio_mels"):
@@ -165,13 +171,13 @@ def test_packs_and_batches_have_media_in_token_order() -> None:
 @pytest.mark.parametrize("tiles", [VISION.tiles, Tiles(2, 2, 8, max_tiles=4), Buckets(2, 2, 64, 4, 16)])
 @pytest.mark.parametrize("video", [VIDEOS, VideoFrames(fps=3, min_frames=1, tiles=Tiles(2, 2, 4))])
 def test_length_of_an_item_is_computed_from_headers(tiles: Any, video: Any) -> None:
-    encoder = chatter(vision=Vision(tiles, IMAGE), video=video)
+    encoder = chat_encoder(vision=Vision(tiles, IMAGE), video=video)
     sounds = {"0_wav": audio_bytes(1.2344, rate=22050, container="wav"), "1_ogg": audio_bytes(0.31, container="ogg")}
     samples = [
-        asked("<video> or <video>?", **{"0_mp4": video_bytes(31, fps=24), "1_webm": webm(17)}),
-        asked("<audio><audio>", **sounds),
-        asked("<video><image>", mp4=SHORT, png=plain_png(40, 17)),
-        asked("none"),
+        sample_asking("<video> or <video>?", **{"0_mp4": video_bytes(31, fps=24), "1_webm": webm(17)}),
+        sample_asking("<audio><audio>", **sounds),
+        sample_asking("<video><image>", mp4=SHORT, png=plain_png(40, 17)),
+        sample_asking("none"),
     ]
     for given in samples:
         made = item(encoder, given)
@@ -180,33 +186,37 @@ def test_length_of_an_item_is_computed_from_headers(tiles: Any, video: Any) -> N
 
 
 def webm(frames: int) -> bytes:
-    """A video whose clock counts milliseconds."""
+    """Return a video whose timestamps are whole milliseconds."""
     return video_bytes(frames, fps=12, codec="libvpx", container="webm", b_frames=0)
 
 
 def test_length_is_known_without_decoding_except_for_skips() -> None:
     half = bytes(len(FILM) // 2)
     broken = FILM[: FILM.index(b"mdat") + 4] + half + FILM[FILM.index(b"mdat") + 4 + len(half) :]
-    assert chatter().length_of(asked("<video>", mp4=broken)) == len(
-        item(chatter(), asked("<video>", mp4=FILM))["tokens"]
+    assert chat_encoder().length_of(sample_asking("<video>", mp4=broken)) == len(
+        item(chat_encoder(), sample_asking("<video>", mp4=FILM))["tokens"]
     )
     with pytest.raises(MediaError):
-        chatter().encode(asked("<video>", mp4=broken), RNG)
-    assert ChatEncoder(vision=VISION).length_of(asked("a")) is None  # as states of earlier releases have packed
-    for unknown in (sample(mp4=FILM), sample(json=[{"role": "user", "content": "a"}]), asked("<audio>", ogg=FILM)):
-        assert chatter().length_of(unknown) is None
-    assert chatter(max_length=10).length_of(asked("<video>", mp4=FILM)) is None
+        chat_encoder().encode(sample_asking("<video>", mp4=broken), RNG)
+    assert ChatEncoder(vision=VISION).length_of(sample_asking("a")) is None  # as states of earlier releases have packed
+    for unknown in (
+        sample(mp4=FILM),
+        sample(json=[{"role": "user", "content": "a"}]),
+        sample_asking("<audio>", ogg=FILM),
+    ):
+        assert chat_encoder().length_of(unknown) is None
+    assert chat_encoder(max_length=10).length_of(sample_asking("<video>", mp4=FILM)) is None
 
 
 def test_the_parts_of_a_batch_are_the_batches_of_its_rows() -> None:
-    encoder = chatter(max_length=96, multiple=4)
+    encoder = chat_encoder(max_length=96, multiple=4)
     items = [
         item(encoder, given)
         for given in (
-            asked("<audio>", flac=SOUND),
-            asked("<video><image><video>", **{"0_mp4": SHORT, "1_mp4": FILM, "png": plain_png(4, 4)}),
-            asked("none"),
-            asked("<video><audio>", mp4=SHORT, flac=audio_bytes(0.3)),
+            sample_asking("<audio>", flac=SOUND),
+            sample_asking("<video><image><video>", **{"0_mp4": SHORT, "1_mp4": FILM, "png": plain_png(4, 4)}),
+            sample_asking("none"),
+            sample_asking("<video><audio>", mp4=SHORT, flac=audio_bytes(0.3)),
         )
     ]
     for rows in (items, [encoder.pack([each], RNG) for each in items]):
@@ -230,20 +240,20 @@ def test_the_parts_of_a_batch_are_the_batches_of_its_rows() -> None:
 )
 def test_a_conversation_that_does_not_fit_its_media_is_an_error(question: str, parts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        chatter().encode(asked(question, **parts), RNG)
+        chat_encoder().encode(sample_asking(question, **parts), RNG)
 
 
 def test_damaged_media_are_data_errors_of_their_part() -> None:
     with pytest.raises(MediaError, match="part 'mp4' of sample 'a'"):
-        chatter().encode(asked("<video>", mp4=FILM[:2000]), RNG)
+        chat_encoder().encode(sample_asking("<video>", mp4=FILM[:2000]), RNG)
     with pytest.raises(MediaError, match="part 'flac' of sample 'a'"):
-        chatter().encode(asked("<audio>", flac=b"nothing"), RNG)
+        chat_encoder().encode(sample_asking("<audio>", flac=b"nothing"), RNG)
 
 
 def test_without_video_and_audio_placeholders_are_text_and_parts_ignored() -> None:
     encoder = ChatEncoder(vision=VISION, template=ChatML("<", ">"))
-    made = item(encoder, asked("<video> and <audio>", mp4=FILM, flac=SOUND))
-    assert shown(made) == "<user\n<video> and <audio>>\n<assistant\nyes>\n"
+    made = item(encoder, sample_asking("<video> and <audio>", mp4=FILM, flac=SOUND))
+    assert tokens_as_text(made) == "<user\n<video> and <audio>>\n<assistant\nyes>\n"
     assert not {"video", "audio", "mrope"} & encoder.settings().keys()
     record = [{"role": "user", "content": [{"type": "video"}]}, {"role": "assistant", "content": "yes"}]
     with pytest.raises(ValueError, match=r"a place for video, but the encoder takes none. Pass video="):
@@ -262,4 +272,4 @@ def test_ambiguous_placeholders_are_rejected() -> None:
         with pytest.raises(ValueError, match="share a token or text="):
             ChatEncoder(vision=VISION, video=other)
     with pytest.raises(ValueError, match=r"itself has the audio token 97, which stands for audios"):
-        ChatEncoder(audio=AudioTokens(97)).encode(asked("a"), RNG)
+        ChatEncoder(audio=AudioTokens(97)).encode(sample_asking("a"), RNG)

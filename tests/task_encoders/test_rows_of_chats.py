@@ -15,26 +15,34 @@ from savable_pipeline import custom
 from savable_pipeline.core.rng import Rng
 from task_encoders import ChatEncoder, NativeSize, Vision
 from tests.support.toy_samples import item, plain_png, sample
-from tests.task_encoders.test_like_chat_templates import CALLING, TOOL_TEMPLATE, TOOLS, masked, oracle, with_template
+from tests.task_encoders.test_like_chat_templates import (
+    CALLING,
+    TOOL_TEMPLATE,
+    TOOLS,
+    expected_tokens,
+    tokens_and_mask,
+    with_template,
+)
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 JSON = pa.json_(pa.string())
 
 
 def in_parquet(table: Any, folder: Path) -> Any:
+    """Write a table as Parquet."""
     pq.write_table(table, folder / "a.parquet")
     return next(custom.ParquetReader(folder / "a.parquet", sp.Lane(), shuffle=False))
 
 
 def in_arrow(table: Any, folder: Path) -> Any:
-    """As `save_to_disk` writes it."""
+    """Write a table as `save_to_disk` does."""
     with pa.OSFile(str(folder / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
     return next(custom.ArrowReader(folder / "a.arrow", sp.Lane(), shuffle=False))
 
 
 def as_json_columns() -> Any:
-    """Tool calls and tools as `datasets` stores those whose arguments differ: `arrow.json`."""
+    """Return tool calls and tools as columns of the type `arrow.json`, as `datasets` stores varying arguments."""
 
     def texts(values: list[Any]) -> Any:
         return pa.ExtensionArray.from_storage(JSON, pa.array([json.dumps(value) for value in values], pa.string()))
@@ -55,7 +63,7 @@ def test_columns_of_json_are_read(store: Any, tmp_path: Path) -> None:
     made = item(ChatEncoder(own), store(as_json_columns(), tmp_path))
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]  # its null is left out
     wanted = [{**turn, **({"tool_calls": calls} if "tool_calls" in turn else {})} for turn in CALLING]
-    assert masked(made) == oracle(own, TOOL_TEMPLATE, wanted, tools=TOOLS)
+    assert tokens_and_mask(made) == expected_tokens(own, TOOL_TEMPLATE, wanted, tools=TOOLS)
 
 
 @pytest.mark.parametrize("store", [in_parquet, in_arrow])
@@ -73,7 +81,7 @@ def test_nulls_that_a_schema_puts_in_structs_do_not_reach_a_template(store: Any,
     own = with_template("qwen", TOOL_TEMPLATE)
     made = item(ChatEncoder(own), store(table, tmp_path))
     assert "null" not in own.decode(made["tokens"])
-    assert masked(made) == oracle(own, TOOL_TEMPLATE, turns, tools=both)
+    assert tokens_and_mask(made) == expected_tokens(own, TOOL_TEMPLATE, turns, tools=both)
 
 
 def test_nulls_of_a_line_of_json_are_its_own(tmp_path: Path) -> None:
@@ -81,7 +89,7 @@ def test_nulls_of_a_line_of_json_are_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CALLING, "tools": TOOLS}) + "\n")
     line = next(custom.JsonlReader(tmp_path / "a.jsonl", sp.Lane(), shuffle=False))
     made = item(ChatEncoder(own), line)
-    assert masked(made) == oracle(own, TOOL_TEMPLATE, CALLING, tools=TOOLS)
+    assert tokens_and_mask(made) == expected_tokens(own, TOOL_TEMPLATE, CALLING, tools=TOOLS)
     assert '"b": null' in own.decode(made["tokens"])
 
 
@@ -133,8 +141,8 @@ def test_chosen_answers_of_named_columns_contribute_to_the_loss(tmp_path: Path) 
 VISION = Vision(NativeSize(patch=2, merge=2, min_pixels=16, max_pixels=256), 259)
 
 
-def shades(messages: Any, images: Any = None) -> list[int]:
-    """The greys of the images in their order; parts a, b and c have 10, 20 and 30."""
+def greys_of(messages: Any, images: Any = None) -> list[int]:
+    """Return the greys of the images in their order, for parts a, b and c of 10, 20 and 30."""
     record = {"messages": messages, **({"images": images} if images else {})}
     parts = {f"{name}.png": plain_png(4, 4, 10 * number) for number, name in enumerate("abc", start=1)}
     made = item(ChatEncoder(vision=VISION), sample({"json": record, **parts}))
@@ -148,12 +156,12 @@ def asking(*numbers: int | None) -> list[dict[str, Any]]:
 
 
 def test_images_are_at_the_positions_of_the_row() -> None:
-    assert shades(asking(2, 0, 1)) == [30, 10, 20]
-    assert shades(asking(1, None, None)) == [20, 10, 30]
-    assert shades(asking(0, 1, 2), images=["c.png", "a.png", "b.png"]) == [30, 10, 20]
+    assert greys_of(asking(2, 0, 1)) == [30, 10, 20]
+    assert greys_of(asking(1, None, None)) == [20, 10, 30]
+    assert greys_of(asking(0, 1, 2), images=["c.png", "a.png", "b.png"]) == [30, 10, 20]
     again = ["b.png", "a.png", "b.png", "c.png"]
-    assert shades([{"role": "user", "content": "<image>" * 4}, TURNS[1]], images=again) == [20, 10, 20, 30]
+    assert greys_of([{"role": "user", "content": "<image>" * 4}, TURNS[1]], images=again) == [20, 10, 20, 30]
     with pytest.raises(ValueError, match=r"content\[0\].index: 3, but the sample has a.png, b.png, c.png"):
-        shades(asking(3))
+        greys_of(asking(3))
     with pytest.raises(ValueError, match=r"image b\.png has no place in the text: 2 of 4 have"):
-        shades([{"role": "user", "content": "<image>" * 2}, TURNS[1]], images=again)
+        greys_of([{"role": "user", "content": "<image>" * 2}, TURNS[1]], images=again)

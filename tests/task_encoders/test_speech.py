@@ -28,7 +28,7 @@ SECOND = audio_bytes(1.0)
 
 
 def features(encoder: SpeechEncoder, audio: bytes, seed: int = 7, part: str = "flac") -> Any:
-    """The features of one item, in the call of this key."""
+    """Return the features of one item, drawn with this key."""
     made = encoder.encode(sample({part: audio, "txt": "a"}), Rng(seed))
     assert isinstance(made, dict), made
     return made["features"]

@@ -58,7 +58,7 @@ def test_example_matches_its_comments(name: Any, tmp_path: Path, monkeypatch: py
 
 
 class Model(torch.nn.Module):
-    """The loss falls with every step."""
+    """Model whose loss falls with every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_hf_ends_after_epochs_started_by_other_ranks(
 
 
 class Skips(hf.SavableTrainer):
-    """A trainer that leaves a batch out."""
+    """Trainer that skips a batch."""
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any) -> Any:
         next(epoch_iterator)
@@ -261,7 +261,7 @@ def test_accelerate_saves_only_between_optimizer_steps(make: Any, tmp_path: Path
     assert batches.state_dict()["slot"] == 3
 
 
-def test_accelerate_skips_nothing(make: Any) -> None:
+def test_accelerate_cannot_skip_batches(make: Any) -> None:
     batches = with_accelerate.prepare(accelerate.Accelerator(cpu=True), make())
     for loader in (batches, make(), OnDevice(make(), "cpu")):
         with pytest.raises(AttributeError, match="Do not skip batches"):
@@ -298,7 +298,7 @@ class Module(LightningModule):
 
 
 def batches_of(loader: sp.SavableLoader, count: int) -> list[str]:
-    """Its first batches, through the ends of epochs."""
+    """Return the first batches of a loader, over the ends of epochs."""
     found: list[str] = []
     while len(found) < count:
         found += [digest(batch) for batch, _ in zip(loader, range(count - len(found)), strict=False)]

@@ -42,7 +42,7 @@ __all__ = ["make"]  # a fixture
 
 
 def killed_while_it_saves(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run leaves that ends in `checkpoint-AT` before the trainer has written its own state."""
+    """Run until `checkpoint-AT` is saved, and stop before the trainer has written its own state."""
     written = TrainerState.save_to_json
 
     def cut(state: TrainerState, path: str) -> None:
@@ -118,7 +118,7 @@ def test_hf_checkpoint_folder_is_created_once_the_state_is_ready(make: Any, tmp_
 
 
 class Weights(TrainerCallback):  # type: ignore[misc]
-    """The weights that a run has at its end, with the checkpoint loaded."""
+    """Callback that keeps the weights at the end of a run, after the checkpoint is loaded."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.found = digest([part.detach() for part in model.parameters()])
@@ -271,7 +271,7 @@ def test_hf_early_stopping_saves_its_patience_or_warns(
 
 @dataclass
 class SFTSettings(TrainingArguments):  # type: ignore[misc]
-    """What TRL's `SFTConfig` adds."""
+    """Settings that TRL's `SFTConfig` adds."""
 
     max_length: int | None = 1024
     completion_only_loss: bool | None = None
@@ -347,7 +347,7 @@ def test_hf_rejects_a_loader_on_a_device(make: Any, tmp_path: Path) -> None:
 
 
 class Bare(Trainer):  # type: ignore[misc]
-    """A trainer of the user's, which saves nothing of its loader."""
+    """A user's trainer that saves nothing of its loader."""
 
     loader: Any
 

@@ -14,22 +14,22 @@ from tests.trainers.cases import (
     check_slots,
     evaluation_slots,
     expect_resumed,
-    legs,
+    loader_batches,
     logs,
-    passes,
     saved_before,
+    three_runs,
 )
 from tests.trainers.drive import Case
 
 
 def keeps_the_best(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
-    """Evaluates with each save and keeps the best and the last: killed behind a rotation, resumed on `after` ranks."""
+    """Save at each evaluation, and keep the best and the last. Kill after a rotation, and resume on `after` ranks."""
     kill_at = random.choice([7, 9])
     saved_at = saved_before(kill_at, 2)
-    straight, killed, resumed = legs(trainer, folder, kill_at, workers=1, save_every=2, best=True)
+    straight, killed, resumed = three_runs(trainer, folder, kill_at, workers=1, save_every=2, best=True)
 
     def check() -> None:
-        expected = passes(trainer, folder, "endless", 30)
+        expected = loader_batches(trainer, folder, "endless", 30)
         first = saved_at * before
         for rank in range(before):
             check_slots(batches(killed, rank), expected, rank, before, 0)
@@ -56,7 +56,7 @@ def check_evaluations(case: Case, rank: int, ranks: int, count: int) -> None:
 
 
 def check_best(case: Case, saved_at: int) -> None:
-    """Of all evaluations since the first start, the best one's checkpoint is kept, beside the last, and was loaded."""
+    """Check that the best checkpoint of all evaluations is kept beside the last one, and was loaded."""
     found = weights_of(case)
     last = Path(case.folder, case.run, "run", f"checkpoint-{case.batches}")
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
@@ -70,7 +70,7 @@ def check_best(case: Case, saved_at: int) -> None:
 
 
 def weights_of(case: Case) -> dict[str, bytes]:
-    """By checkpoint that was kept, and of the model that was loaded at the end."""
+    """Return the weights of each kept checkpoint, and of the model that was loaded at the end."""
     folders = {path.name: path for path in Path(case.folder, case.run, "run").glob("checkpoint-*")}
     folders["loaded"] = case.loaded
     return {name: (folder / "model.safetensors").read_bytes() for name, folder in folders.items()}

@@ -21,13 +21,13 @@ Log = list[tuple[str, str]]  # the hash and the loss of each batch
 
 
 class Differs(AssertionError):
-    """What is not as in the run that never stopped."""
+    """Difference from the uninterrupted run."""
 
 
 def drive(cases: list[Case], *tests: str, python: str = sys.executable) -> None:
-    """Run cases, and files of tests, in processes of their own.
+    """Run cases, and files of tests, in separate processes.
 
-    Raises `Differs` with the end of their output if one does not end well.
+    Raises `Differs` with the end of their output if one fails.
     """
     command = [python, "-m", "tests.trainers.drive", *(case.text for case in cases), *tests]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
@@ -35,8 +35,8 @@ def drive(cases: list[Case], *tests: str, python: str = sys.executable) -> None:
         raise Differs(f"the process ended with {done.returncode}:\n{done.stdout[-9000:]}\n{done.stderr[-3000:]}")
 
 
-def legs(trainer: str, folder: Path, kill_at: int, **settings: object) -> list[Case]:
-    """A run that never stops, one that is killed after `kill_at` batches, and one that goes on from its checkpoint."""
+def three_runs(trainer: str, folder: Path, kill_at: int, **settings: object) -> list[Case]:
+    """Return an uninterrupted run, one killed after `kill_at` batches, and one that resumes from its checkpoint."""
     if not (folder / "shards").exists():
         write_training_shards(folder / "shards")
     straight = Case(trainer, str(folder), "straight", "straight", **settings)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def logs(cases: list[Case], *, rank: int = 0, train: bool = True) -> list[Log]:
 
 
 def expect_resumed(found: list[Log], saved_at: int) -> None:
-    """Raise `Differs` unless both runs saw what the one that never stopped saw, the last from `saved_at` batches on."""
+    """Raise `Differs` unless both runs saw the batches of the uninterrupted one, the last from `saved_at` on."""
     straight, killed, resumed = found
     if killed != straight[: len(killed)] or len(killed) < saved_at:
         raise Differs(f"the killed run differs at batch {first_difference(killed, straight)}")
@@ -73,7 +73,7 @@ def saved_before(kill_at: int, save_every: int) -> int:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs, in their order, and a function that checks their logs, and raises `Differs`."""
+    """Runs in their order, and a function that checks their logs, and raises `Differs`."""
 
     runs: list[Case]
     check: Callable[[], None]
@@ -87,15 +87,15 @@ Plan = Callable[[str, Path], Trial]
 
 
 def one_rank(trainer: str, folder: Path, **settings: object) -> Trial:
-    """Killed at a random batch after the first checkpoint, and resumed, on one rank."""
+    """Kill at a random batch after the first checkpoint, and resume, on one rank."""
     kill_at = random.randint(5, 8)
-    cases = legs(trainer, folder, kill_at, **settings)
+    cases = three_runs(trainer, folder, kill_at, **settings)
     return Trial(cases, lambda: expect_resumed(logs(cases), saved_before(kill_at, 4)))
 
 
 def two_ranks(trainer: str, folder: Path) -> Trial:
-    """Killed at a random step and resumed on two ranks."""
-    cases = legs(trainer, folder, random.randint(5, 7), workers=1, ranks=2)
+    """Kill at a random step, and resume, on two ranks."""
+    cases = three_runs(trainer, folder, random.randint(5, 7), workers=1, ranks=2)
 
     def check() -> None:
         for rank in range(2):
@@ -107,8 +107,8 @@ def two_ranks(trainer: str, folder: Path) -> Trial:
 
 
 def dp_by_tp(trainer: str, folder: Path) -> Trial:
-    """Four processes, two peers a data-parallel rank: killed and resumed, with equal batches for peers."""
-    cases = legs(trainer, folder, random.randint(5, 7), workers=0, ranks=4)
+    """Kill and resume two data-parallel ranks of two processes each, which get equal batches."""
+    cases = three_runs(trainer, folder, random.randint(5, 7), workers=0, ranks=4)
 
     def check() -> None:
         for rank in range(4):
@@ -121,13 +121,13 @@ def dp_by_tp(trainer: str, folder: Path) -> Trial:
 
 
 def shared(trainer: str, folder: Path, *, before: tuple[int, int], after: tuple[int, int]) -> Trial:
-    """Killed and resumed on processes that share batches: how many, and how many a data-parallel rank."""
-    _, killed, resumed = legs(trainer, folder, 6, workers=1)
+    """Kill and resume on processes that share batches. `before` and `after` are numbers of processes and of peers."""
+    _, killed, resumed = three_runs(trainer, folder, 6, workers=1)
     killed = replace(killed, ranks=before[0], peers=before[1])
     resumed = replace(resumed, ranks=after[0], peers=after[1])
 
     def check() -> None:
-        slots, first = passes(trainer, folder, "endless", 60), 4 * before[0] // before[1]
+        slots, first = loader_batches(trainer, folder, "endless", 60), 4 * before[0] // before[1]
         check_shared(killed, slots, 0)
         check_shared(resumed, slots, first)
         if before == after:
@@ -140,7 +140,7 @@ def shared(trainer: str, folder: Path, *, before: tuple[int, int], after: tuple[
 
 
 def check_shared(case: Case, slots: list[str], first: int) -> None:
-    """Raise `Differs` unless each process saw the batches of its data-parallel rank, and all equally many."""
+    """Raise `Differs` unless each process saw the batches of its data-parallel rank, and all saw equally many."""
     ranks = case.ranks // case.peers
     for process in range(case.ranks):
         found = batches(case, process)
@@ -150,12 +150,12 @@ def check_shared(case: Case, slots: list[str], first: int) -> None:
 
 
 def shared_epochs(trainer: str, folder: Path) -> Trial:
-    """Three epochs with a length on two data-parallel ranks of two processes, killed in the second."""
+    """Run three epochs with a length on two data-parallel ranks of two processes, killed in the second."""
     settings = {"kind": "counted", "epochs": 3, "batches": 3 * EPOCH // 2, "workers": 1, "ranks": 4, "peers": 2}
-    _, killed, resumed = legs(trainer, folder, random.choice([13, 14, 15]), **settings)
+    _, killed, resumed = three_runs(trainer, folder, random.choice([13, 14, 15]), **settings)
 
     def check() -> None:
-        slots = passes(trainer, folder, "counted", 3 * EPOCH)
+        slots = loader_batches(trainer, folder, "counted", 3 * EPOCH)
         check_shared(killed, slots, 0)
         check_shared(resumed, slots, 2 * 12)
         if any(len(batches(resumed, process)) != 3 * EPOCH // 2 - 12 for process in range(4)):
@@ -165,11 +165,11 @@ def shared_epochs(trainer: str, folder: Path) -> Trial:
 
 
 def other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
-    """Killed on `before` ranks, resumed on `after`: the slots go on where they were, and so do the weights."""
-    _, killed, resumed = legs(trainer, folder, 6, workers=1)
+    """Kill on `before` ranks, and resume on `after`. Slots and weights continue where they were."""
+    _, killed, resumed = three_runs(trainer, folder, 6, workers=1)
 
     def check() -> None:
-        expected = passes(trainer, folder, "endless", 30)
+        expected = loader_batches(trainer, folder, "endless", 30)
         first = 4 * before
         for rank in range(before):
             check_slots(batches(killed, rank), expected, rank, before, 0)
@@ -197,8 +197,8 @@ def check_slots(found: list[str], slots: list[str], rank: int, ranks: int, first
         raise Differs(f"from slot {first} on, rank {rank} of {ranks} saw other batches than those of its slots")
 
 
-def passes(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
-    """The batches of a loader without a trainer, through the ends of epochs."""
+def loader_batches(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
+    """Return the batches of a loader without a trainer, over the ends of epochs."""
     found: list[str] = []
     with sp.SavableLoader(pipeline_for(trainer, folder, kind), seed=7, lanes=LANES) as loader:
         while len(found) < count:
@@ -207,18 +207,18 @@ def passes(trainer: str, folder: Path, kind: str, count: int) -> list[str]:
 
 
 def last_batch(trainer: str, folder: Path, *, kind: str) -> Trial:
-    """A checkpoint at the last batch of an epoch, of three."""
-    cases = legs(trainer, folder, EPOCH + 2, kind=kind, epochs=3, batches=3 * EPOCH, save_every=EPOCH)
+    """Save a checkpoint at the last batch of an epoch, and run three epochs."""
+    cases = three_runs(trainer, folder, EPOCH + 2, kind=kind, epochs=3, batches=3 * EPOCH, save_every=EPOCH)
     return Trial(cases, lambda: expect_resumed(logs(cases), EPOCH))
 
 
 def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = False) -> Trial:
-    """Every epoch is whole; killed in the middle of the second one."""
+    """Run three complete epochs, killed in the middle of the second."""
     settings = {"kind": kind, "epochs": 3, "batches": 3 * EPOCH, "save_every": 5, "validate": validate}
-    cases = legs(trainer, folder, random.randint(21, 25), **settings)
+    cases = three_runs(trainer, folder, random.randint(21, 25), **settings)
 
     def check() -> None:
-        if batches(cases[0]) != passes(trainer, folder, kind, 3 * EPOCH):
+        if batches(cases[0]) != loader_batches(trainer, folder, kind, 3 * EPOCH):
             raise Differs(f"{len(batches(cases[0]))} batches in three epochs, or other ones than without a trainer")
         expect_resumed(logs(cases), saved_before(len(logs(cases)[1]), 5))
         if validate:
@@ -230,11 +230,13 @@ def three_epochs(trainer: str, folder: Path, *, kind: str, validate: bool = Fals
 def ends_of_epochs(
     trainer: str, folder: Path, *, checkpoints: str, kind: str = "counted", ended_by: str = "kill"
 ) -> Trial:
-    """Checkpoints of the ends of epochs alone: of four, killed in the third, or in the validation of the second; or
-    after two, which were all."""
+    """Save checkpoints only at the ends of four epochs.
+
+    The run is killed in the third epoch, or in the validation of the second, or ends after two epochs (`ended_by`).
+    """
     kill_at = 2 * EPOCH + random.randint(1, EPOCH)
     settings = {"kind": kind, "epochs": 4, "batches": 4 * EPOCH, "validate": True, "checkpoints": checkpoints}
-    straight, first, resumed = legs(trainer, folder, kill_at, **settings)
+    straight, first, resumed = three_runs(trainer, folder, kill_at, **settings)
     if ended_by == "kill in a validation":
         sanity, each = 2, VALIDATED[trainer]
         first = replace(first, kill_at=None, kill_evaluating=sanity + each + random.randrange(each))
@@ -251,17 +253,17 @@ def ends_of_epochs(
 
 
 def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int) -> Trial:
-    """Three epochs with a length, begun on `before` ranks and ended on `after`: no slot is left out or too many."""
+    """Start three epochs with a length on `before` ranks, and end on `after`. Each slot is used once."""
     kill_at = random.choice([5, 6, 7, 13, 14, 15, 21, 22, 23])  # after fewer or more batches than an epoch has
     settings = {"kind": "counted", "epochs": 3, "batches": 3 * EPOCH, "save_every": 4, "workers": 1}
-    _, killed, resumed = legs(trainer, folder, kill_at, **settings)
+    _, killed, resumed = three_runs(trainer, folder, kill_at, **settings)
     saved_at = saved_before(kill_at, 4)
     first = saved_at * before
     # Where the page's loop counts steps, that is where three epochs end on these ranks; a trainer finds that out.
     resumed = replace(resumed, batches=saved_at + (3 * EPOCH - first) // after)
 
     def check() -> None:
-        expected = passes(trainer, folder, "counted", 3 * EPOCH)
+        expected = loader_batches(trainer, folder, "counted", 3 * EPOCH)
         for rank in range(before):
             check_slots(batches(killed, rank), expected, rank, before, 0)
         for rank in range(after):
@@ -274,18 +276,18 @@ def epochs_on_other_ranks(trainer: str, folder: Path, *, before: int, after: int
 
 
 def check_validations(cases: list[Case]) -> None:
-    """Each validation sees the first batches of its loader, or all; a resumed run scores as one that never stopped."""
+    """Check that each validation sees the first batches of its loader, and that a resumed run scores equally."""
     straight, _, resumed = logs(cases, train=False)
     slots = evaluation_slots(cases[0])
     each = VALIDATED.get(cases[0].trainer, len(slots))
     check = len(straight) % each  # batches of a sanity check
-    passes, rest = divmod(len(straight) - check, each)
-    if rest or passes < 3 or [batch for batch, _ in straight] != slots[:check] + slots[:each] * passes:
+    validations, rest = divmod(len(straight) - check, each)
+    if rest or validations < 3 or [batch for batch, _ in straight] != slots[:check] + slots[:each] * validations:
         raise Differs(f"{len(straight)} batches of validations, or other ones than the first {each} of the loader")
     if resumed[-2 * each :] != straight[-2 * each :]:  # after the second and third epoch
         raise Differs("the resumed run's validations score otherwise")
 
 
 def evaluation_slots(case: Case) -> list[str]:
-    """The batches of the loader for evaluation, as models are given them."""
+    """Return the batches of the loader for evaluation, as models get them."""
     return [digest({name: part for name, part in batch.items() if name != "valid"}) for batch in make_evaluation(case)]

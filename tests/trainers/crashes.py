@@ -40,7 +40,7 @@ SAVE_EVERY = 4
 
 
 def kill_before(change: int, below: Path, changes: Path) -> None:
-    """Have this process killed before its `change`-th change of a file below a folder; list them in a file.
+    """Kill this process before its `change`-th change of a file below a folder, and list the changes in a file.
 
     Files that are not synced at that moment are listed in another one.
     """
@@ -82,7 +82,7 @@ def kill_before(change: int, below: Path, changes: Path) -> None:
 
 
 def _watch_writers(changed: Callable[..., None]) -> None:
-    """Writers in C++ and Rust, and fsync, raise no audit event."""
+    """Watch writers in C++ and Rust, and fsync, which raise no audit event."""
     from torch.serialization import _open_zipfile_writer_file as Writer
 
     def watched(call: Any, path_of: Callable[..., Any], *names: str) -> Any:
@@ -106,7 +106,7 @@ def _watch_writers(changed: Callable[..., None]) -> None:
 
 
 def cut_last(folder: Path) -> str:
-    """Cut the file that was written last in half; "" if there is none."""
+    """Cut the file that was written last in half. Return "" if there is none."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
     if not files:
         return ""
@@ -116,7 +116,7 @@ def cut_last(folder: Path) -> str:
 
 
 def empty_unsynced(folder: Path, changes: Path) -> str:
-    """Empty the files that were not synced when the run was killed; "" if there are none."""
+    """Empty the files that were not synced when the run was killed. Return "" if there are none."""
     names = Path(f"{changes}.unsynced").read_text().splitlines()
     files = [path for path in (folder / name for name in names) if path.is_file()]
     for path in files:
@@ -126,7 +126,7 @@ def empty_unsynced(folder: Path, changes: Path) -> str:
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a run is started, and resumed from its folder of checkpoints; both write logs of batches and losses."""
+    """Functions that start a run, and resume it from its folder of checkpoints. Both log batches and losses."""
 
     train: Callable[[str], None]  # of a run
     resume: Callable[[str], None]
@@ -134,8 +134,8 @@ class Trainer:
     folder: Path  # that has the folders of runs
 
 
-def of_page(trainer: str, folder: Path) -> Trainer:
-    """The script of a trainer's page."""
+def trainer_of_page(trainer: str, folder: Path) -> Trainer:
+    """Return the trainer of a page's script."""
     preload(trainer)
     write_training_shards(folder / "shards")
     case = Case(trainer, str(folder), "straight", "straight", workers=0, save_every=SAVE_EVERY)
@@ -150,8 +150,8 @@ def of_page(trainer: str, folder: Path) -> Trainer:
     return Trainer(lambda name: run(replace(case, run=name, log=f"{name} killed")), resume, log_of, folder)
 
 
-def of_quickstart(folder: Path) -> Trainer:
-    """The trainer of the quickstart, on its digits: a checkpoint every 10 steps, of 25."""
+def trainer_of_quickstart(folder: Path) -> Trainer:
+    """Return the trainer of the quickstart on its digits, with a checkpoint every 10 of 25 steps."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "quickstart"))
     import quickstart
 
@@ -175,7 +175,7 @@ def of_quickstart(folder: Path) -> Trainer:
 
 
 def outcome(trainer: Trainer, name: str, straight: list[Any], starts: range) -> str:
-    """Resume a run: "right from K", "refused: ERROR", or "apart: …"."""
+    """Resume a run, and return "right from K", "refused: ERROR" or "apart: …"."""
     log = trainer.folder / f"{name} resumed.txt"
 
     def resume() -> None:
@@ -199,8 +199,8 @@ def outcome(trainer: Trainer, name: str, straight: list[Any], starts: range) -> 
     return refusals[-1].lower().replace("refused", "refused:", 1) if refusals else f"apart: ended with {status}"
 
 
-def tried(trainer: Trainer, starts: range, stride: int) -> Iterator[tuple[int, str, str, str]]:
-    """For each change that is tried: its number, what it is, what was lost with the power, and the outcome."""
+def try_kills(trainer: Trainer, starts: range, stride: int) -> Iterator[tuple[int, str, str, str]]:
+    """Kill at every `stride`-th change. Yield its number, the change, what a power failure lost, and the outcome."""
     folder = trainer.folder
 
     def killed(name: str, change: int) -> int:
@@ -234,10 +234,10 @@ def tried(trainer: Trainer, starts: range, stride: int) -> Iterator[tuple[int, s
 
 def main(name: str, folder: Path, stride: int) -> int:
     """Try a trainer; returns how many outcomes were "apart"."""
-    trainer = of_quickstart(folder) if name == "quickstart" else of_page(name, folder)
+    trainer = trainer_of_quickstart(folder) if name == "quickstart" else trainer_of_page(name, folder)
     starts = range(0, 25, 10) if name == "quickstart" else range(0, 12 + 1, SAVE_EVERY)
     counts: Counter[str] = Counter()
-    for change, what, lost, found in tried(trainer, starts, stride):
+    for change, what, lost, found in try_kills(trainer, starts, stride):
         counts[found.split(":")[0].split(" ")[0].rstrip(",")] += 1
         print(f"{name} {change}: before {what}{f', {lost}' * bool(lost)}: {found}", flush=True)
     print(f"{name}: {dict(counts)}", flush=True)

@@ -33,7 +33,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "trainers"
 
 @dataclass(frozen=True)
 class Case:
-    """One run of one trainer in `folder`, which has `shards/`; what it saves and logs goes into `folder/run`."""
+    """One run of one trainer in `folder`, which has `shards/`. Its checkpoints and logs are in `folder/run`."""
 
     trainer: str
     folder: str
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run; -1 where its epochs say when it ends."""
+        """Optimizer steps of the whole run, or -1 if its epochs determine the end."""
         return -1 if self.epochs < 1000 else self.batches // self.accumulate
 
     def log_of(self, rank: int) -> Path:
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def loaded(self) -> Path:
-        """The folder of the model that was loaded at the end, with `best`."""
+        """The folder of the model that was loaded at the end, if `best` is set."""
         return Path(self.folder, f"{self.log}-loaded")
 
 
@@ -85,7 +85,7 @@ def ranks() -> int:
 
 
 def model_of(case: Case) -> Recorder:
-    """With dropout where the trainer's checkpoints hold the state of torch's generator."""
+    """Return the model, with dropout if the trainer's checkpoints have the state of torch's generator."""
     torch.manual_seed(1)
     dropout = 0.2 if case.trainer == "accelerate" else 0.0
     return Recorder(case.log_of(rank()), kill_at=case.kill_at, dropout=dropout)
@@ -97,7 +97,7 @@ def pipeline_for(trainer: str, folder: str | Path, kind: str, *, shuffle: bool =
 
 
 def sharing(case: Case, mesh: Any = None) -> dict[str, Any]:
-    """The setting of a loader whose processes share batches, if those of the case do."""
+    """Return the setting of a loader for processes that share batches, or {} if those of the case do not."""
     if case.peers == 1 or ranks() == 1:
         return {}
     mesh = mesh or init_device_mesh("cpu", (ranks() // case.peers, case.peers), mesh_dim_names=("dp", "tp"))
@@ -115,8 +115,8 @@ def make_evaluation(case: Case) -> sp.SavableLoader:
     return sp.SavableLoader(pipeline, seed=7, lanes=LANES, tail="pad", on_iter="restart", **sharing(case))
 
 
-def block(trainer: str) -> str:
-    """The script of a trainer, from its page or beside it."""
+def script_of(trainer: str) -> str:
+    """Return the script of a trainer, from its page or beside it."""
     title = {"fsdp2": "train_torch.py", "trl": "train_sft.py"}.get(trainer, f"train_{trainer}.py")
     if (beside := PAGES / title).exists():
         return beside.read_text()
@@ -132,16 +132,16 @@ def run_torch(case: Case) -> dict[str, Any]:
     if ranks() > 1:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
-    return _of_a_loop(case, model)
+    return _loop_names(case, model)
 
 
 def run_fsdp2(case: Case) -> dict[str, Any]:
-    """The page of torch, with a model whose parameters are shared out over the ranks."""
-    return _of_a_loop(case, _shared_out(case))
+    """Run the script of torch's page with a model whose parameters are sharded over the ranks."""
+    return _loop_names(case, _sharded_model(case))
 
 
-def _shared_out(case: Case) -> torch.nn.Module:
-    """The model with FSDP2 over all ranks, one too: the keys of its checkpoints are the same for each number."""
+def _sharded_model(case: Case) -> torch.nn.Module:
+    """Return the model with FSDP2 over all ranks, also over one, so that the keys of checkpoints are equal."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -152,8 +152,8 @@ def _shared_out(case: Case) -> torch.nn.Module:
     return model
 
 
-def _of_a_loop(case: Case, model: Any) -> dict[str, Any]:
-    """The names of a page that has a training loop."""
+def _loop_names(case: Case, model: Any) -> dict[str, Any]:
+    """Return the names of a page that has a training loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     return {
         "run": Path(case.folder, case.run),
@@ -166,16 +166,16 @@ def _of_a_loop(case: Case, model: Any) -> dict[str, Any]:
 
 def run_accelerate(case: Case) -> dict[str, Any]:
     settings = {"cpu": True, "gradient_accumulation_steps": case.accumulate}
-    return {**_of_a_loop(case, model_of(case)), "settings": settings}
+    return {**_loop_names(case, model_of(case)), "settings": settings}
 
 
 def run_fabric(case: Case) -> dict[str, Any]:
     settings = {"accelerator": "cpu", "devices": ranks(), "strategy": "ddp" if ranks() > 1 else "auto"}
-    return {**_of_a_loop(case, model_of(case)), "settings": settings}
+    return {**_loop_names(case, model_of(case)), "settings": settings}
 
 
 def _announce_one_rank() -> None:
-    """As torchrun announces several."""
+    """Set the environment that torchrun sets for several ranks."""
     if ranks() == 1:
         one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -187,12 +187,12 @@ def run_deepspeed(case: Case) -> dict[str, Any]:
     _announce_one_rank()
     deepspeed.comm.init_distributed("gloo", verbose=False)
     settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": case.accumulate}
-    return {**_of_a_loop(case, model_of(case)), "settings": settings}
+    return {**_loop_names(case, model_of(case)), "settings": settings}
 
 
 def run_torchtitan(case: Case) -> dict[str, Any]:
     return {
-        **_of_a_loop(case, _shared_out(case)),
+        **_loop_names(case, _sharded_model(case)),
         "base": case.folder,
         "make_loader": lambda *, ranks, **_: make_loader(case, ranks=ranks),
         "convert": lambda batch: ({"input": batch["x"]}, batch["label"]),
@@ -251,7 +251,7 @@ def run_composer(case: Case) -> dict[str, Any]:
 
 
 def run_megatron(case: Case) -> dict[str, Any]:
-    """On four ranks, of two data-parallel ranks with two tensor-parallel peers each."""
+    """Run on four ranks: two data-parallel ranks with two tensor-parallel peers each."""
     import torch.distributed as dist
 
     _announce_one_rank()
@@ -264,7 +264,7 @@ def run_megatron(case: Case) -> dict[str, Any]:
         # the first step of a process, and sums over four ranks of a resumed run may be rounded otherwise in that step.
         model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     return {
-        **_of_a_loop(case, model),
+        **_loop_names(case, model),
         "make_loader": lambda group: make_loader(case, mesh, ranks=group),
         "begin": lambda: (mesh.get_group("dp"), mesh.get_local_rank("tp")),
     }
@@ -320,7 +320,7 @@ def _hf_model(model: Recorder) -> torch.nn.Module:
 
 
 def run_grpo(case: Case) -> dict[str, Any]:
-    """Names as of the Trainer; what is noted is the batch that it generates from, and each loss."""
+    """Run with the names of the Trainer, and log the batch that it generates from and each loss."""
     from trl import GRPOTrainer
 
     from savable_pipeline.trainers.hf import SavableDataMixin
@@ -350,7 +350,7 @@ def run_grpo(case: Case) -> dict[str, Any]:
 
 
 def run_trl(case: Case) -> dict[str, Any]:
-    """Names as of the Trainer, with a causal language model."""
+    """Run with the names of the Trainer, and a causal language model."""
     names = run_hf(case)
     model, tokenizer = causal_model()
     notes = Notes(case.log_of(rank()), kill_at=case.kill_at)
@@ -365,7 +365,7 @@ def run_trl(case: Case) -> dict[str, Any]:
 
 
 def causal_model() -> tuple[Any, Any]:
-    """A model of 64 words with dropout, and their tokenizer: what is in a number, and letters."""
+    """Return a model of 64 words with dropout, and their tokenizer. A word is a number or a letter."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -491,12 +491,12 @@ NAMES = {
 
 
 def run(case: Case) -> None:
-    """Run the script's `main` with names of the case in place of the page's, on one thread."""
+    """Run the script's `main` with names of the case instead of those of the page, on one thread."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     Path(case.folder, case.run).mkdir(exist_ok=True)
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(block(case.trainer), f"train_{case.trainer}.py", "exec"), names)
+    exec(compile(script_of(case.trainer), f"train_{case.trainer}.py", "exec"), names)
     names |= NAMES[case.trainer](case)
     trainer = names["main"]()
     if case.best:
@@ -504,14 +504,14 @@ def run(case: Case) -> None:
 
 
 def preload(trainer: str) -> None:
-    """Import what the page's block imports, and what each optimizer of torch imports, which takes seconds."""
+    """Import what the page's script and torch's optimizers import, which takes seconds."""
     importlib.import_module("torch._dynamo")
-    imports = [line for line in block(trainer).splitlines() if line.startswith(("import ", "from "))]
+    imports = [line for line in script_of(trainer).splitlines() if line.startswith(("import ", "from "))]
     exec("\n".join(imports), {})
 
 
 def child(work: Callable[[], None]) -> int:
-    """The id of a forked process that does this work; it exits with 0 if that ends well."""
+    """Fork a process that does this work, and return its id. It exits with 0 after success."""
     pid = os.fork()
     if pid:
         return pid
@@ -532,7 +532,7 @@ def ended(pid: int) -> int:
 
 
 def run_on_ranks(case: Case) -> None:
-    """Run a case on its ranks. Raises SystemExit if one ends badly, unless one was to be killed, and was."""
+    """Run a case on its ranks. Raise SystemExit if one fails, unless it was to be killed, and was."""
     from tests.support.forked_ranks import fork_ranks
 
     os.environ |= {"TORCHELASTIC_RUN_ID": "forked", "GROUP_RANK": "0"}
@@ -542,7 +542,7 @@ def run_on_ranks(case: Case) -> None:
 
 
 def run_all(cases: list[Case]) -> None:
-    """Run the cases of one trainer in children. Raises SystemExit after all, if one that is not killed ends badly."""
+    """Run the cases of one trainer in children. Raise SystemExit at the end if one fails that is not to be killed."""
 
     def ends_well(case: Case) -> bool:
         if case.ranks > 1:

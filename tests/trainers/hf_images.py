@@ -51,7 +51,7 @@ class Documents:
         assert len(self.by_ids) == len(chats())
 
     def of(self, row: list[int]) -> Iterator[dict[str, Any]]:
-        """Those that a row has, end to end, before its padding."""
+        """Return the documents of a row in order, before its padding."""
         at = 0
         while any(row[at:]):
             (ids,) = [ids for ids in self.by_ids if tuple(row[at : at + len(ids)]) == ids]
@@ -93,7 +93,7 @@ class Notes:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `chats/` and `qwen/`."""
+    """Return a folder with `chats/` and `qwen/`."""
     folder = tmp_path_factory.mktemp("images")
     write_chats(folder / "chats")
     save_small_qwen(folder / "qwen")
@@ -101,7 +101,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names_of(title: str, base: Path) -> dict[str, Any]:
-    """What a script of the pages defines, with the small model in the place of the large one, and no workers."""
+    """Return the names that a script of the pages defines, with a small model and no workers."""
     text = (
         (ROOT / "docs/trainers" / title)
         .read_text()
@@ -113,8 +113,8 @@ def names_of(title: str, base: Path) -> dict[str, Any]:
     return names
 
 
-def trained(names: dict[str, Any], trainer: str, base: Path, stop: int | None = None) -> tuple[list[Any], str]:
-    """The batches of a run of the script here, with their losses; and a hash of the weights at its end."""
+def run_script(names: dict[str, Any], trainer: str, base: Path, stop: int | None = None) -> tuple[list[Any], str]:
+    """Run the script, and return its batches with their losses, and a hash of the weights at its end."""
     notes = {"documents": Documents(base / "qwen"), "seen": [], "leaks": [], "stop": stop}
     script = {**names, trainer: type("Noted", (Notes, names[trainer]), notes)}
     made = FunctionType(names["main"].__code__, script)()
@@ -124,25 +124,25 @@ def trained(names: dict[str, Any], trainer: str, base: Path, stop: int | None = 
     return notes["seen"], digest(weights)
 
 
-def check(names: dict[str, Any], trainer: str, base: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """A run that never stops, and one that is interrupted in the middle of a step and started again."""
+def check_restart(names: dict[str, Any], trainer: str, base: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Compare an uninterrupted run with one that is interrupted in the middle of a step and restarted."""
     names["settings"] |= SETTINGS
     for run in ("straight", "stopped"):
         (folder / run).mkdir()
     patch.chdir(folder / "straight")
-    straight, weights = trained(names, trainer, base)
+    straight, weights = run_script(names, trainer, base)
     assert len(set(straight)) == SETTINGS["max_steps"] * TWO
     patch.chdir(folder / "stopped")
     with pytest.raises(Interrupted):
-        trained(names, trainer, base, stop=2 * TWO + 1)
-    assert trained(names, trainer, base) == (straight[2 * TWO :], weights)
+        run_script(names, trainer, base, stop=2 * TWO + 1)
+    assert run_script(names, trainer, base) == (straight[2 * TWO :], weights)
 
 
 def test_hf_packed_images_have_single_document_losses_also_when_resumed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = names_of("images.py", base)
-    check(names, "SavableTrainer", base, tmp_path, monkeypatch)
+    check_restart(names, "SavableTrainer", base, tmp_path, monkeypatch)
 
 
 def test_hf_weights_with_old_names_are_rejected_if_they_would_not_load(

@@ -34,7 +34,7 @@ def make(tmp_path: Path) -> Any:
 
 
 class Model(torch.nn.Module):
-    """Notes its batches, and fails in the one numbered `fails_at`."""
+    """Model that records its batches, and fails in the one numbered `fails_at`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def trainer(folder: Path, loader: Any, *callbacks: Any, **settings: Any) -> hf.S
 
 
 class Preempted(TrainerCallback):  # type: ignore[misc]
-    """Asks for a checkpoint in an event of a step, or only in the `nth` of those, as SIGTERM does."""
+    """Callback that requests a checkpoint in an event of a step, or only in the `nth` of those, as SIGTERM does."""
 
     def __init__(self, event: str, step: int, nth: int | None = None) -> None:
         self.trainer: Any = None

@@ -30,7 +30,7 @@ EPOCH = 18  # batches
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Build a function that makes a loader: of 18 batches an epoch, or endless."""
+    """Return a function that builds a loader: endless, or of 18 batches per epoch."""
     folder = tmp_path_factory.mktemp("data")
     write_training_shards(folder / "shards")
 
@@ -42,7 +42,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Optimizer(torch.optim.SGD):
-    """Calls `during` while it is at work."""
+    """Optimizer that calls `during` while it steps."""
 
     def __init__(self, module: Module) -> None:
         super().__init__(module.layer.parameters(), lr=0.05)
@@ -322,7 +322,7 @@ def test_learning_rate_search_consumes_no_batch(make: Any, tmp_path: Path) -> No
 
 
 class Skips(Callback):
-    """Takes a batch, once or in each step, that nobody trains on."""
+    """Callback that takes a batch, once or in each step, without training on it."""
 
     def __init__(self, always: bool) -> None:
         self.left = 10 if always else 1

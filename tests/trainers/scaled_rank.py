@@ -17,7 +17,7 @@ LENGTHS = [3, 200, 40, 150]  # of the texts for Hugging Face's Trainer, one a ba
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Four batches of two packs, whose numbers of targets differ widely."""
+    """Return four batches of two packs, whose numbers of targets differ widely."""
     draw, made = torch.Generator().manual_seed(7), []
     for targets in TARGETS:
         tokens = torch.randint(0, 11, (2, 1024), generator=draw)
@@ -29,29 +29,29 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def toy_model() -> Any:
-    """Logits of the next token, float64."""
+    """Return a model that computes logits of the next token, float64."""
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)).double()
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor], reduction: str) -> torch.Tensor:
-    """The cross entropy of the targets."""
+    """Return the cross entropy of the targets."""
     return torch.nn.functional.cross_entropy(
         model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction
     )
 
 
-def joined(several: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One batch of all rows."""
+def joined_batch(several: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return one batch of all rows."""
     return {name: torch.cat([batch[name] for batch in several]) for name in several[0]}
 
 
 def own_loop(accumulated: bool) -> list[torch.Tensor]:
-    """The gradients of a step of DDP."""
+    """Return the gradients of a step of DDP."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(toy_model())
     own = batches()[rank::ranks]
-    step = own if accumulated else [joined(own)]
+    step = own if accumulated else [joined_batch(own)]
     scale = loss_scale(step)
     for batch in step:
         (loss_of(model, batch, "sum") * scale).backward()
@@ -59,7 +59,7 @@ def own_loop(accumulated: bool) -> list[torch.Tensor]:
 
 
 def trained_by_hf(folder: Path, accumulated: int, *, own: bool) -> list[torch.Tensor]:
-    """The weights after a step of SGD on the next batches of each rank; with `own`, by the function of the page."""
+    """Return the weights after a step of SGD on each rank's next batches. `own`: with the function of the page."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
     from savable_pipeline.trainers.hf import SavableTrainer, model_inputs
@@ -93,7 +93,7 @@ def trained_by_hf(folder: Path, accumulated: int, *, own: bool) -> list[torch.Te
 
 
 def mean_of_targets(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """The function of docs/trainers/hf.md."""
+    """Return the loss as the function of docs/trainers/hf.md does."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 

@@ -19,7 +19,7 @@ from tests.support.toy_pipelines import toy_pipeline
 
 
 class SlowWriter(dcp.FileSystemWriter):
-    """Writes nothing until it is let."""
+    """Writer that waits until it may write."""
 
     def __init__(self, path: Path, may_write: threading.Event) -> None:
         super().__init__(path)

@@ -18,13 +18,14 @@ RNG = Rng(7)
 
 
 def batch_of(lengths: list[list[int]], size: int, *, pack: bool = True) -> dict[str, Any]:
-    """Rows of documents of so many tokens, padded for `size` ranks."""
+    """Return rows of documents of these lengths, padded for `size` ranks."""
     encoder = LanguageModelingEncoder(max_length=96 * size if pack else None, multiple=2 * size)
     made = [[{"tokens": torch.arange(1, n + 1), "labels": torch.arange(2, n + 2)} for n in row] for row in lengths]
     return encoder.batch([encoder.pack(row, RNG) if pack else row[0] for row in made], RNG)
 
 
-def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+def are_equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Return whether two batches are equal."""
     return left.keys() == right.keys() and all(
         torch.equal(value, right[name]) and value.dtype == right[name].dtype
         if torch.is_tensor(value)
@@ -39,10 +40,10 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     size=st.integers(1, 4),
     pack=st.booleans(),
 )
-def test_parts_of_all_ranks_join_to_the_whole(lengths: list[list[int]], size: int, pack: bool) -> None:
+def test_parts_of_all_ranks_join_to_the_whole_batch(lengths: list[list[int]], size: int, pack: bool) -> None:
     whole = {**batch_of(lengths, size, pack=pack), "valid": torch.ones(len(lengths), dtype=torch.bool)}
     parts = [cut_context(whole, rank, size) for rank in range(size)]
-    assert same(join_context(parts), whole)
+    assert are_equal(join_context(parts), whole)
     rows, tokens = whole["tokens"].shape
     assert all(part["labels"].shape == (rows, tokens // size) for part in parts)
     if pack:
@@ -61,7 +62,7 @@ def test_rank_gets_a_piece_from_both_ends_of_every_document() -> None:
     assert part["cu_seqlens"][:3].tolist() == [0, 4, 6]
 
 
-def test_attention_over_gathered_keys_equals_that_of_the_whole() -> None:
+def test_attention_over_gathered_keys_equals_that_of_the_whole_batch() -> None:
     size = 2
     whole = batch_of([[11, 4, 30], [25, 2]], size)
     torch.manual_seed(0)
@@ -95,7 +96,7 @@ def test_other_encoders_pad_documents_too(encoder: Any) -> None:
     assert [encoder.length(item) for item in items] == [8, 8]
     batch = encoder.batch([encoder.pack(items, RNG)], RNG)
     assert batch["cu_seqlens"].tolist() == [0, 8, 16]
-    assert same(join_context([cut_context(batch, rank, 4) for rank in range(4)]), batch)
+    assert are_equal(join_context([cut_context(batch, rank, 4) for rank in range(4)]), batch)
     assert encoder.settings()["multiple"] == 8 and "multiple" not in type(encoder)().settings()
     assert encoder.batch(items, RNG)["tokens"].shape == (2, 16 if isinstance(encoder, ChatEncoder) else 8)
 

@@ -34,7 +34,7 @@ def shards(make_shards: MakeShards) -> str:
 
 
 def streams(shards: str) -> dict[str, Any]:
-    """Loaders of every kind of end, by name: functions that make one."""
+    """Return functions that build loaders with each kind of end, by name."""
     finite, packed = partial(counted_pipeline, shards), partial(toy_pipeline, shards, epochs=1)
     return {
         "endless": partial(sp.SavableLoader, partial(toy_pipeline, shards), **SETTINGS),
@@ -150,7 +150,7 @@ def test_loaded_evaluation_continues_once_and_then_restarts(shards: str) -> None
 
 
 class Fails(sp.TaskEncoder):
-    """Cannot encode one sample."""
+    """Encoder that fails on one sample."""
 
     global_rng = False
 
@@ -264,7 +264,7 @@ def test_interrupt_at_any_line_loses_and_repeats_no_batch(shards: str, modules: 
 
 
 class FakeGpu:
-    """Stands for torch.cuda where there is none: notes in what order it is asked what."""
+    """Replacement of torch.cuda without a GPU, which records the order of calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

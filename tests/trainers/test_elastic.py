@@ -192,7 +192,7 @@ def test_rank_that_failed_to_join_a_group_joins_the_next() -> None:
 
 
 def survive(folder: Path, kills: int) -> dict[str, Any]:
-    """What tools/soak/survivors.py found."""
+    """Run tools/soak/survivors.py, and return its result."""
     command = [sys.executable, str(ROOT / "tools/soak/survivors.py"), str(folder), str(kills)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * kills)
     assert run.returncode == 0, run.stderr
@@ -209,7 +209,7 @@ def test_survivors_of_killed_ranks_train_on_every_slot_once(tmp_path: Path) -> N
 
 
 class Nodes:
-    """Two agents of torchrun on this machine, of which one may be killed."""
+    """Two agents of torchrun on this machine, one of which may be killed."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -230,7 +230,7 @@ class Nodes:
         kill(int((self.folder / f"{rank}_of_{world_size}.pid").read_text()))
 
     def kill_node(self, node: int) -> None:
-        """The agent and what it started."""
+        """Kill an agent and its processes."""
         agent = self.agents.pop(node)
         below = descendants(agent.pid)
         for pid in (agent.pid, *below):
@@ -241,7 +241,7 @@ class Nodes:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("errors*")))
 
     def wait_for(self, world_size: int) -> int:
-        """Until a checkpoint was saved by so many ranks from now on; the slot at which it is."""
+        """Wait for the next checkpoint by this many ranks, and return its slot."""
         pids, saved, deadline = self.folder / f"0_of_{world_size}.pid", self.folder / "checkpoint.pt", time.time() + 120
         while not (pids.exists() and saved.exists() and saved.stat().st_mtime > pids.stat().st_mtime):
             assert time.time() < deadline, self.errors()

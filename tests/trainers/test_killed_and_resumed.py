@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.cases import drive, expect_resumed, legs, logs, saved_before
+from tests.trainers.cases import drive, expect_resumed, logs, saved_before, three_runs
 
 _TESTS = ("adapters.py", "adapters_hf.py", "lightning_state.py", "hf_state.py", "hf_images.py")
 
@@ -24,7 +24,7 @@ def test_a_trainer_killed_with_two_workers_and_resumed_repeats_every_batch_and_l
     cases = {}
     for trainer, kill_at in kills.items():
         (tmp_path / trainer).mkdir()
-        cases[trainer] = legs(trainer, tmp_path / trainer, kill_at)
+        cases[trainer] = three_runs(trainer, tmp_path / trainer, kill_at)
     tests = [str(Path(__file__).with_name(file)) for file in _TESTS]
     drive([case for found in cases.values() for case in found], *tests)
     for trainer, kill_at in kills.items():

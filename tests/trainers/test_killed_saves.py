@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.crashes import Trainer, tried
+from tests.trainers.crashes import Trainer, try_kills
 
 STRIDES = {
     "quickstart": 4,
@@ -32,7 +32,7 @@ def outcomes(name: str, folder: Path, stride: int) -> Counter[str]:
 
 @pytest.mark.landing
 @pytest.mark.parametrize("name", STRIDES)
-def test_kills_during_a_save_leave_a_matching_or_rejected_pair(name: str, tmp_path: Path) -> None:
+def test_kills_during_a_save_leave_model_and_data_that_match_or_are_rejected(name: str, tmp_path: Path) -> None:
     found = outcomes(name, tmp_path, STRIDES[name])
     assert found.total() > 0 and not found["apart"]
 
@@ -40,13 +40,13 @@ def test_kills_during_a_save_leave_a_matching_or_rejected_pair(name: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("name", STRIDES)
-def test_every_kill_during_a_save_leaves_a_matching_or_rejected_pair(name: str, tmp_path: Path) -> None:
+def test_every_kill_during_a_save_leaves_model_and_data_that_match_or_are_rejected(name: str, tmp_path: Path) -> None:
     found = outcomes(name, tmp_path, 1)
     assert found["right"] > 0 and not found["apart"]
 
 
 class Careless:
-    """A trainer that overwrites its model, and then its data; `atomic`: both in one file, by a rename."""
+    """Trainer that overwrites its model, and then its data. `atomic`: both in one file, by a rename."""
 
     def __init__(self, folder: Path, *, atomic: bool) -> None:
         self.folder, self.atomic = folder, atomic
@@ -80,5 +80,5 @@ class Careless:
 def test_mismatched_model_and_data_are_detected(tmp_path: Path, *, atomic: bool) -> None:
     careless = Careless(tmp_path, atomic=atomic)
     trainer = Trainer(careless.train, careless.resume, careless.log_of, tmp_path)
-    found = Counter(result.split()[0].rstrip(":") for *_, result in tried(trainer, range(0, 13, 4), 1))
+    found = Counter(result.split()[0].rstrip(":") for *_, result in try_kills(trainer, range(0, 13, 4), 1))
     assert found["right"] > 0 and bool(found["apart"]) is not atomic, found

@@ -20,14 +20,14 @@ LENGTH = 24
 
 
 def documents(lengths: list[int]) -> list[dict[str, Any]]:
-    """Items of so many tokens, all different."""
+    """Return items of these numbers of tokens, all different."""
     return [
         {"tokens": torch.arange(n) + 100 * i, "labels": torch.arange(n) + 100 * i + 1} for i, n in enumerate(lengths)
     ]
 
 
 def images_and_text(encoder: ChatEncoder, sizes: list[int]) -> dict[str, Any]:
-    """An item with a picture for each size, and text between them."""
+    """Return an item with an image for each size, and text between them."""
     assert encoder.vision is not None
     mixed = MixedTokens(encoder.tokenizer, *encoder.media)
     mixed.add_text("so: ", target=True)
@@ -38,7 +38,8 @@ def images_and_text(encoder: ChatEncoder, sizes: list[int]) -> dict[str, Any]:
     return mixed.item()
 
 
-def same(left: dict[str, Any], right: dict[str, Any]) -> None:
+def are_equal(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Return whether two batches are equal."""
     assert left.keys() == right.keys()
     for name, value in left.items():
         if torch.is_tensor(value):
@@ -59,7 +60,7 @@ def test_each_part_of_a_batch_of_packs_is_the_batch_of_its_packs(lengths: list[l
     assert (sum(sizes), len(sizes)) == (len(packs), n) and max(sizes) - min(sizes) <= 1
     first = 0
     for part, size in zip(parts, sizes, strict=True):
-        same(part, encoder.batch(packs[first : first + size], RNG))
+        are_equal(part, encoder.batch(packs[first : first + size], RNG))
         first += size
 
 
@@ -70,8 +71,8 @@ def test_images_stay_with_their_rows() -> None:
         whole = encoder.batch(made, RNG)
         assert ("cu_seqlens" in whole) == ("cu_seqlens" in made[0])
         for part, own in zip(split(whole, 2), (made[:2], made[2:]), strict=True):
-            same(part, encoder.batch(own, RNG))
-        same(split(whole, 4)[1], encoder.batch(made[1:2], RNG))
+            are_equal(part, encoder.batch(own, RNG))
+        are_equal(split(whole, 4)[1], encoder.batch(made[1:2], RNG))
 
 
 def test_captions_of_a_part_refer_to_its_images() -> None:
@@ -82,7 +83,7 @@ def test_captions_of_a_part_refer_to_its_images() -> None:
     packs = [encoder.pack(captions[:2], RNG), encoder.pack(captions[2:3], RNG), encoder.pack(captions[3:], RNG)]
     whole = encoder.batch(packs, RNG)
     first, second = split(whole, 2)
-    same(first, encoder.batch(packs[:2], RNG))
+    are_equal(first, encoder.batch(packs[:2], RNG))
     assert second["image_index"].tolist() == [[0, 0, 0, 0, -1]]
     assert torch.equal(second["image"], whole["image"][3:])
 

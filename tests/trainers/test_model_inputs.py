@@ -36,26 +36,26 @@ EYES = {**SMALL, "patch_size": 4, "image_size": 16}
 
 
 class Document(NamedTuple):
-    """Token ids; labels in place, -100 where nothing is learned; and what else the model needs for it alone."""
+    """Token ids, labels in place (-100 without loss), and further inputs of the model for this document alone."""
 
     ids: list[int]
     labels: list[int]
     more: dict[str, Any] = {}  # noqa: RUF012
 
 
-def written(*parts: tuple[str | list[int], bool], **more: Any) -> Document:
-    """Bytes and ids between a beginning and an end, each with whether it is learned."""
+def document_of(*parts: tuple[str | list[int], bool], **more: Any) -> Document:
+    """Return a document of bytes and ids between BOS and EOS. Each part says whether it has loss."""
     ids, labels = [BOS], [-100]
-    for part, learned in parts:
-        made = list(part.encode()) if isinstance(part, str) else part
-        ids += made
-        labels += made if learned else [-100] * len(made)
+    for part, has_loss in parts:
+        piece = list(part.encode()) if isinstance(part, str) else part
+        ids += piece
+        labels += piece if has_loss else [-100] * len(piece)
     return Document([*ids, EOS], [*labels, EOS], more)
 
 
 @torch.no_grad()
-def alone(model: Any, documents: Sequence[Document]) -> float:
-    """The mean loss of a target, of the model as it is, on one document after the other."""
+def loss_alone(model: Any, documents: Sequence[Document]) -> float:
+    """Return the mean loss of a target, computed on one document after the other."""
     summed, targets = 0.0, 0
     for ids, labels, more in documents:
         wanted = sum(label != -100 for label in labels[1:])
@@ -69,15 +69,16 @@ def loss(model: Any, inputs: dict[str, Any]) -> float:
     return float(model(**inputs).loss)
 
 
-def made(name: str, attention: str = "sdpa", **settings: Any) -> Any:
-    """A causal model of random weights, large enough for its attention to matter; its cache is on, as by default."""
+def random_model(name: str, attention: str = "sdpa", **settings: Any) -> Any:
+    """Return a causal model of random weights, large enough that attention matters. Its cache is on, by default."""
     import transformers
 
     model = getattr(transformers, f"{name}ForCausalLM")
-    return rough(model, model.config_class(**{**TEXT, **settings}), attention)
+    return with_random_weights(model, model.config_class(**{**TEXT, **settings}), attention)
 
 
-def rough(model: Any, config: Any, attention: str = "sdpa") -> Any:
+def with_random_weights(model: Any, config: Any, attention: str = "sdpa") -> Any:
+    """Build a model with random weights that are large enough for attention to matter."""
     torch.manual_seed(1)
     built = model._from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
@@ -89,7 +90,7 @@ def rough(model: Any, config: Any, attention: str = "sdpa") -> Any:
 # Texts.
 
 TEXTS = [("Translate: ", "deux chats"), ("", "a b c d e f g h i j k l"), ("x", "y"), ("Once upon a ", "time, a model")]
-DOCUMENTS = [written((prompt, False), (text, True)) for prompt, text in TEXTS]
+DOCUMENTS = [document_of((prompt, False), (text, True)) for prompt, text in TEXTS]
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 4},
@@ -100,7 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def text_batch(packs: Sequence[Sequence[int]] | None = ((0, 1), (2, 3)), **settings: Any) -> dict[str, Any]:
-    """`TEXTS` in these packs; None: each a row of its own."""
+    """Return `TEXTS` in these packs. None: each text is a row."""
     encoder = LanguageModelingEncoder(part="json[text]", prompt="json[prompt]", **settings)
     items = [item(encoder, sample({"json": {"prompt": prompt, "text": text}})) for prompt, text in TEXTS]
     rows = items if packs is None else [encoder.pack([items[i] for i in pack], Rng(7)) for pack in packs]
@@ -109,8 +110,8 @@ def text_batch(packs: Sequence[Sequence[int]] | None = ((0, 1), (2, 3)), **setti
 
 @pytest.mark.parametrize(("name", "attention"), [("Llama", "eager"), *((name, "sdpa") for name in MODELS)])
 def test_loss_of_a_text_pack_equals_that_of_single_documents(name: str, attention: str) -> None:
-    model = made(name, attention, **MODELS[name])
-    expected = alone(model, DOCUMENTS)
+    model = random_model(name, attention, **MODELS[name])
+    expected = loss_alone(model, DOCUMENTS)
     padded = (text_batch(multiple=16), text_batch(None, multiple=16))
     for batch in (text_batch(), text_batch(max_length=64), text_batch([[0, 1, 2, 3]]), text_batch(None), *padded):
         for given in (model, model.config, torch.nn.DataParallel(model)):
@@ -122,21 +123,21 @@ def test_loss_of_a_text_pack_equals_that_of_single_documents(name: str, attentio
 
 
 def test_losses_of_parts_add_up_to_the_batch_loss() -> None:
-    model, batch = made("Llama"), text_batch(max_length=64)
+    model, batch = random_model("Llama"), text_batch(max_length=64)
     parts = [model_inputs(part, model) for part in split(batch, 2)]
     targets = [int((part["labels"] != -100).sum()) for part in parts]
     summed = sum(loss(model, part) * wanted for part, wanted in zip(parts, targets, strict=True))
-    assert summed / sum(targets) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+    assert summed / sum(targets) == pytest.approx(loss_alone(model, DOCUMENTS), abs=1e-5)
 
 
 def test_padding_rows_are_masked_and_other_fields_dropped() -> None:
-    model = made("Llama")
+    model = random_model("Llama")
     valid = torch.tensor([True, False, True, True])
     batch = {**text_batch(None), "valid": valid, "receipts": torch.ones(4), "url": "x"}
     inputs = model_inputs(batch, model)
     assert set(inputs) == {"input_ids", "labels", "attention_mask"}
     kept = [DOCUMENTS[i] for i in (0, 2, 3)]
-    assert loss(model, inputs) == pytest.approx(alone(model, kept), abs=1e-5)
+    assert loss(model, inputs) == pytest.approx(loss_alone(model, kept), abs=1e-5)
 
 
 def test_cut_document_predicts_the_next_token_only_within_a_row() -> None:
@@ -144,10 +145,10 @@ def test_cut_document_predicts_the_next_token_only_within_a_row() -> None:
     pieces: Any = encoder.encode(sample({"txt": "abcdefgh"}), Rng(7))
     first, second, third = pieces
     assert third["tokens"].tolist() == [*b"h", EOS]
-    inputs = model_inputs(encoder.batch([first, second], Rng(7)), made("Llama"))
+    inputs = model_inputs(encoder.batch([first, second], Rng(7)), random_model("Llama"))
     assert inputs["labels"].tolist() == [[-100, 97, 98, 99], [-100, *b"efg"]]
     wide = LanguageModelingEncoder(max_length=8)
-    inputs = model_inputs(wide.batch([wide.pack([first, third], Rng(7))], Rng(7)), made("Llama"))
+    inputs = model_inputs(wide.batch([wide.pack([first, third], Rng(7))], Rng(7)), random_model("Llama"))
     assert inputs["labels"][0, :5].tolist() == [-100, 97, 98, 99, 100]  # d, behind c, at the place of another document
 
 
@@ -164,10 +165,10 @@ def test_only_answers_contribute_to_the_loss_of_packed_chats() -> None:
             labels += [*[-100] * len(asked), *answered]
         documents.append(Document(ids, labels))
         items.append(item(encoder, sample({"json": {"conversations": said}})))
-    model = made("Llama")
+    model = random_model("Llama")
     for rows in ([encoder.pack(items, Rng(7))], items):
         inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
-        assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+        assert loss(model, inputs) == pytest.approx(loss_alone(model, documents), abs=1e-5)
 
 
 # What a model learns.
@@ -179,8 +180,8 @@ def test_doubly_shifted_labels_are_a_visible_error() -> None:
     items = [item(encoder, sample({"txt": text})) for text in texts]
     batch = encoder.batch([encoder.pack(items[i : i + 2], Rng(7)) for i in range(0, 26, 2)], Rng(7))
 
-    def learned(inputs: dict[str, Any]) -> str:
-        model = made("Llama").train()
+    def learned_letter(inputs: dict[str, Any]) -> str:
+        model = random_model("Llama").train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(60):
             model(**inputs).loss.backward()
@@ -189,9 +190,9 @@ def test_doubly_shifted_labels_are_a_visible_error() -> None:
         with torch.no_grad():
             return chr(int(model(input_ids=torch.tensor([[BOS, *b"defghij"]])).logits[0, -1].argmax()))
 
-    assert learned(model_inputs(batch, made("Llama"))) == "k"
+    assert learned_letter(model_inputs(batch, random_model("Llama"))) == "k"
     renamed = {"input_ids": batch["tokens"], "labels": batch["labels"], "position_ids": batch["position_ids"]}
-    assert learned({**renamed, "use_cache": False}) == "l"
+    assert learned_letter({**renamed, "use_cache": False}) == "l"
 
 
 # Images and videos.
@@ -201,14 +202,14 @@ STORIES = [("seen: ", 0, "one"), ("and ", 1, "another photo"), ("last ", 2, "of 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
 
-def normal(photo: Any) -> torch.Tensor:
-    """float32 (3, height, width)."""
+def normalized_pixels(photo: Any) -> torch.Tensor:
+    """Return normalized pixels, float32 (3, height, width)."""
     levels = torch.from_numpy(photo).permute(2, 0, 1) / 255
     return (levels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
-def story(text: str, photo: Any, more: str) -> Any:
-    """A sample of a document with an image in the middle."""
+def story_sample(text: str, photo: Any, more: str) -> Any:
+    """Return a sample of a document with an image in the middle."""
     return sample({"json": {"texts": [text, None, more], "images": [None, "0.png", None]}, "0.png": png(photo)})
 
 
@@ -216,7 +217,9 @@ def llava() -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     parts = {"text_config": LlamaConfig(**TEXT), "vision_config": CLIPVisionConfig(**EYES, projection_dim=32)}
-    return rough(LlavaForConditionalGeneration, LlavaConfig(**parts, image_token_id=IMAGE, vision_feature_layer=-1))
+    return with_random_weights(
+        LlavaForConditionalGeneration, LlavaConfig(**parts, image_token_id=IMAGE, vision_feature_layer=-1)
+    )
 
 
 def internvl() -> Any:
@@ -224,7 +227,7 @@ def internvl() -> Any:
 
     eyes: Any = InternVLVisionConfig(**{**EYES, "patch_size": [4, 4], "image_size": [16, 16]})
     parts = {"text_config": Qwen2Config(**TEXT), "vision_config": eyes}
-    return rough(InternVLForConditionalGeneration, InternVLConfig(**parts, image_token_id=IMAGE))
+    return with_random_weights(InternVLForConditionalGeneration, InternVLConfig(**parts, image_token_id=IMAGE))
 
 
 def smolvlm() -> Any:
@@ -232,7 +235,7 @@ def smolvlm() -> Any:
 
     parts = {"text_config": LlamaConfig(**TEXT).to_dict(), "vision_config": EYES}
     config = SmolVLMConfig(**parts, scale_factor=2, image_token_id=IMAGE, pad_token_id=0)
-    return rough(SmolVLMForConditionalGeneration, config)
+    return with_random_weights(SmolVLMForConditionalGeneration, config)
 
 
 @pytest.mark.parametrize(("make", "merge"), [(llava, 1), (internvl, 2), (smolvlm, 2)])
@@ -242,11 +245,11 @@ def test_loss_of_packed_image_tiles_equals_that_of_single_documents(make: Any, m
     encoder = InterleavedEncoder(vision=Vision(tiles, IMAGE, mean=MEAN, std=STD))
     tokens, documents = [IMAGE] * (16 // merge**2), []
     for text, photo, more in STORIES:
-        pixels = normal(PHOTOS[photo])[None]
+        pixels = normalized_pixels(PHOTOS[photo])[None]
         pixels = pixels[None] if make is smolvlm else pixels
-        documents.append(written((text, True), (tokens, False), (more, True), pixel_values=pixels))
-    items = [item(encoder, story(text, PHOTOS[photo], more)) for text, photo, more in STORIES]
-    expected = alone(model, documents)
+        documents.append(document_of((text, True), (tokens, False), (more, True), pixel_values=pixels))
+    items = [item(encoder, story_sample(text, PHOTOS[photo], more)) for text, photo, more in STORIES]
+    expected = loss_alone(model, documents)
     for rows in (items, [encoder.pack(items[:2], Rng(7)), items[2]]):
         assert loss(model, model_inputs(encoder.batch(rows, Rng(7)), model)) == pytest.approx(expected, abs=1e-5)
 
@@ -263,17 +266,17 @@ def qwen(attention: str = "sdpa", name: str = "Qwen2_5_VL") -> Any:
     text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
     special = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 302}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=eyes, **special)
-    return rough(getattr(transformers, f"{name}ForConditionalGeneration"), config, attention)
+    return with_random_weights(getattr(transformers, f"{name}ForConditionalGeneration"), config, attention)
 
 
-def kinds(document: Document) -> Document:
-    """With the kinds of tokens by which the model finds positions in time, height and width."""
+def token_kinds(document: Document) -> Document:
+    """Return the kinds of tokens, from which the model computes positions in time, height and width."""
     types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in document.ids]])
     return document._replace(more={**document.more, "mm_token_type_ids": types})
 
 
 def qwen_stories(model: Any, **settings: Any) -> tuple[InterleavedEncoder, list[dict[str, Any]], list[Document]]:
-    """An encoder, items, and their documents by the processor of `transformers`."""
+    """Return an encoder, items, and their documents by the processor of `transformers`."""
     from transformers import Qwen2VLImageProcessor
 
     shapes = [(56, 84), (112, 56), (28, 140)]  # of photos that need not be resized
@@ -287,8 +290,8 @@ def qwen_stories(model: Any, **settings: Any) -> tuple[InterleavedEncoder, list[
     for (text, number, more), photo in zip(STORIES, photos, strict=True):
         seen = processor(images=[photo], return_tensors="pt")
         tokens = [IMAGE] * int(seen["image_grid_thw"].prod() // 4)
-        documents.append(kinds(written((text, True), (tokens, False), (more, True), **seen)))
-        items.append(item(encoder, story(text, photos[number], more)))
+        documents.append(token_kinds(document_of((text, True), (tokens, False), (more, True), **seen)))
+        items.append(item(encoder, story_sample(text, photos[number], more)))
     return encoder, items, documents
 
 
@@ -306,7 +309,7 @@ def test_qwen_gets_pixels_and_grids_like_from_its_processor() -> None:
 def test_loss_of_packed_qwen_images_equals_that_of_single_documents(made_so: tuple[str, ...]) -> None:
     model = qwen(*made_so)
     encoder, items, documents = qwen_stories(model)
-    expected = alone(model, documents)
+    expected = loss_alone(model, documents)
     for rows in (items, [encoder.pack(items[:2], Rng(7)), items[2]], [encoder.pack(items, Rng(7))]):
         inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
         assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
@@ -333,14 +336,14 @@ def test_positions_in_image_packs_equal_those_of_single_documents(name: str, mul
             assert positions[0, begin:end].tolist() == list(range(end - begin))  # the padding is its document's end
             beyond = positions[1:, begin + len(document.ids) : end]
             assert (beyond.diff() == 1).all() and (beyond > theirs.max()).all()
-        expected = alone(model, documents)
+        expected = loss_alone(model, documents)
         assert loss(model, model_inputs(batch, model)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_packed_qwen_texts_do_not_attend_to_each_other() -> None:
     model = qwen()
     for batch in (text_batch(), text_batch(None)):
-        assert loss(model, model_inputs(batch, model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+        assert loss(model, model_inputs(batch, model)) == pytest.approx(loss_alone(model, DOCUMENTS), abs=1e-5)
 
 
 def film_positions(grid: torch.Tensor, letters: int) -> torch.Tensor:
@@ -369,30 +372,30 @@ def test_loss_of_packed_qwen_videos_equals_that_of_single_documents() -> None:
         more = {"pixel_values_videos": pixels.flatten(1), "video_grid_thw": one["video_grids"]}
         tokens = [VIDEO] * int(one["video_grids"].prod() // 4)
         more["position_ids"] = film_positions(one["video_grids"][0], len(text))
-        documents.append(written((tokens, False), (text, True), **more))
+        documents.append(document_of((tokens, False), (text, True), **more))
         items.append(one)
     inputs = model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
-    assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+    assert loss(model, inputs) == pytest.approx(loss_alone(model, documents), abs=1e-5)
 
 
 def test_git_gets_the_images_of_captions() -> None:
     from transformers import GitConfig, GitForCausalLM
 
     config = GitConfig(vision_config={**EYES}, **SMALL, vocab_size=VOCABULARY, max_position_embeddings=64)
-    model = rough(GitForCausalLM, config, "eager")
+    model = with_random_weights(GitForCausalLM, config, "eager")
     encoder = CaptioningEncoder(image_size=16, augment=False, mean=MEAN, std=STD)
     items = [item(encoder, sample({"png": png(photo), "txt": f"photo {i}" * i})) for i, photo in enumerate(PHOTOS, 1)]
     captions = [f"photo {i}" * i for i in (1, 2, 3)]
     pairs = zip(captions, PHOTOS, strict=True)
-    documents = [written((text, True), pixel_values=normal(photo)[None]) for text, photo in pairs]
+    documents = [document_of((text, True), pixel_values=normalized_pixels(photo)[None]) for text, photo in pairs]
     inputs = model_inputs(encoder.batch(items, Rng(7)), model)
-    assert loss(model, inputs) == pytest.approx(alone(model, documents), abs=1e-5)
+    assert loss(model, inputs) == pytest.approx(loss_alone(model, documents), abs=1e-5)
     with pytest.raises(ValueError, match=r"'image' in packs, which git does not take\. Remove the packer"):
         model_inputs(encoder.batch([encoder.pack(items, Rng(7))], Rng(7)), model)
     with pytest.raises(
         ValueError, match=r"'image', which llama does not take\. Use ChatEncoder or .* or one of these models: git\."
     ):
-        model_inputs(encoder.batch(items, Rng(7)), made("Llama"))
+        model_inputs(encoder.batch(items, Rng(7)), random_model("Llama"))
 
 
 # Flash attention, by a stand-in for its kernels that knows nothing but their borders.
@@ -404,7 +407,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_flash(model: Any) -> Any:
-    """The same model, as if it had been loaded with flash attention."""
+    """Return the same model, as if it had been loaded with flash attention."""
     for part in model.modules():
         if hasattr(part, "config"):
             part.config._attn_implementation = "flash_attention_2"
@@ -412,7 +415,7 @@ def with_flash(model: Any) -> Any:
 
 
 def test_flash_attention_separates_packed_texts(flash: None) -> None:
-    expected, model = alone(made("Llama"), DOCUMENTS), with_flash(made("Llama"))
+    expected, model = loss_alone(random_model("Llama"), DOCUMENTS), with_flash(random_model("Llama"))
     for packs in ([[0, 1], [2, 3]], [[0, 1, 2, 3]], None):
         inputs = model_inputs(text_batch(packs), model)
         assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
@@ -423,7 +426,7 @@ def test_flash_attention_separates_packed_texts(flash: None) -> None:
 
 def test_flash_attention_separates_packed_qwen_images(flash: None) -> None:
     encoder, items, documents = qwen_stories(qwen())
-    expected, model = alone(qwen(), documents), with_flash(qwen())
+    expected, model = loss_alone(qwen(), documents), with_flash(qwen())
     for rows in ([encoder.pack(items[:2], Rng(7)), items[2]], items):
         inputs = model_inputs(encoder.batch(rows, Rng(7)), model)
         assert loss(model, inputs) == pytest.approx(expected, abs=1e-5)
@@ -459,19 +462,19 @@ def test_packs_are_rejected_for_models_that_would_mix_documents(name: str, setti
     [("Bloom", {"n_layer": 2, "n_head": 4}), ("Mamba", {"state_size": 4}), ("OPT", {"word_embed_proj_dim": 32})],
 )
 def test_single_document_rows_fit_any_causal_model(name: str, settings: Any) -> None:
-    model = made(name, "eager", **settings)
-    assert loss(model, model_inputs(text_batch(None), model)) == pytest.approx(alone(model, DOCUMENTS), abs=1e-5)
+    model = random_model(name, "eager", **settings)
+    assert loss(model, model_inputs(text_batch(None), model)) == pytest.approx(loss_alone(model, DOCUMENTS), abs=1e-5)
 
 
 def test_packs_are_rejected_if_attention_gets_no_mask() -> None:
-    model = made("Llama")
+    model = random_model("Llama")
     model.config._attn_implementation = "own_kernel"
     with pytest.raises(ValueError, match="attention 'own_kernel' does not learn where documents begin"):
         model_inputs(text_batch(), model)
 
 
 def test_invalid_batch_or_model_is_named() -> None:
-    model = made("Llama")
+    model = random_model("Llama")
     batch = text_batch()
     with pytest.raises(ValueError, match=r"This batch has labels, tokens\.$"):
         model_inputs({name: batch[name] for name in ("tokens", "labels")}, model)
@@ -490,24 +493,24 @@ def test_invalid_batch_or_model_is_named() -> None:
 def test_media_that_a_model_does_not_accept_are_named() -> None:
     vision = Vision(NativeSize(4, 2, 64, 1024), IMAGE)
     encoder = InterleavedEncoder(vision=vision, audio=AudioTokens(305))
-    seen = encoder.batch([item(encoder, story("a", PHOTOS[0], "b"))], Rng(7))
+    seen = encoder.batch([item(encoder, story_sample("a", PHOTOS[0], "b"))], Rng(7))
     with pytest.raises(ValueError, match=r"'patches', which llama does not take\. Use one of these models: qwen"):
-        model_inputs(seen, made("Llama"))
+        model_inputs(seen, random_model("Llama"))
     with pytest.raises(ValueError, match=r"needs mrope_ids\. Set rope=MRope\(tokens_per_second=2\) in the encoder"):
         model_inputs(seen, qwen())
     with pytest.raises(ValueError, match=r"patches have \(3, 2, 4, 4\).*the model needs \(3, 2, 14, 14\)"):
         model_inputs({**seen, "mrope_ids": torch.zeros(1, 3)}, qwen())
-    two = [item(encoder, story("a", photo, "b")) for photo in (PHOTOS[0], PHOTOS[0][:8])]
+    two = [item(encoder, story_sample("a", photo, "b")) for photo in (PHOTOS[0], PHOTOS[0][:8])]
     with pytest.raises(ValueError, match=r"internvl needs equal tiles, not \[\[2, 4\], \[4, 4\]\]"):
         model_inputs(encoder.batch(two, Rng(7)), internvl())
     document = {"texts": [None, "b"], "images": [None, None], "audios": ["0.wav", None]}
     heard = item(encoder, sample({"json": document, "0.wav": audio_bytes(1)}))
     with pytest.raises(ValueError, match=r"'audio_mels', which llama does not take\. Remove it from the batch"):
-        model_inputs(encoder.batch([heard], Rng(7)), made("Llama"))
+        model_inputs(encoder.batch([heard], Rng(7)), random_model("Llama"))
 
 
 def test_silently_different_model_inputs_are_an_error() -> None:
-    model, batch = made("Llama"), text_batch()
+    model, batch = random_model("Llama"), text_batch()
     inputs = model_inputs(batch, model)
     check_inputs(inputs, model)
     check_inputs(model_inputs(text_batch(None), model), model)

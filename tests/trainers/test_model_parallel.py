@@ -26,7 +26,7 @@ STARTS = {"forked": ["tests.support.forked_ranks", "tests.support.toy_mesh", "4"
 
 @pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.long)])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder, and by layout what each process saw."""
+    """Return the folder, and what each process saw, by layout."""
     folder = tmp_path_factory.mktemp(request.param)
     for shard in range(3):
         texts = [(f"{i}.txt", f"{i} of {shard}{' and more' * (i % 3)}".encode()) for i in range(40)]
@@ -40,18 +40,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     }
 
 
-def alone(folder: Path, **settings: Any) -> sp.SavableLoader:
+def single_loader(folder: Path, **settings: Any) -> sp.SavableLoader:
+    """Return a loader of one process."""
     return sp.SavableLoader(partial(packed_pipeline, str(folder / "shards"), **settings), **SETTINGS)
 
 
 def in_slots(processes: list[dict[str, Any]], what: str) -> list[str]:
-    """What the first peer of each data-parallel rank saw, in the order of the slots."""
+    """Return what the first peer of each data-parallel rank saw, in the order of the slots."""
     first = [seen[what] for seen in processes if seen["peer"] == 0]
     return [batch for step in zip(*first, strict=True) for batch in step]
 
 
-def loaded(loader: sp.SavableLoader, checkpoint: Path) -> sp.SavableLoader:
-    """A loader that goes on from a checkpoint of torch.distributed.checkpoint."""
+def resumed_from(loader: sp.SavableLoader, checkpoint: Path) -> sp.SavableLoader:
+    """Return the loader, resumed from a checkpoint of torch.distributed.checkpoint."""
     import torch.distributed.checkpoint as dcp
 
     with redirect_stderr(io.StringIO()), pytest.warns(UserWarning, match="single process"):
@@ -68,26 +69,28 @@ def test_peers_get_equal_batches_and_data_parallel_ranks_share_slots(runs: Any, 
         assert all(left[what] == right[what] for what in ("before", "after", "state"))
     assert processes[0]["before"] != processes[2]["before"]
     assert in_slots(processes, "before") + in_slots(processes, "after") == next_hashes(
-        alone(folder), 2 * (STEPS + AFTER)
+        single_loader(folder), 2 * (STEPS + AFTER)
     )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_process_has_the_global_state_and_one_rank_resumes_it(runs: Any, layout: str) -> None:
     folder, seen = runs
-    one = alone(folder)
+    one = single_loader(folder)
     next_hashes(one, 2 * STEPS)
     assert [process["global"] for process in seen[layout]] == [one.state_dict()] * 4
     assert [lane_numbers(process["state"]) for process in seen[layout]] == [[0, 2], [0, 2], [1, 3], [1, 3]]
     assert next_hashes(one, 2 * AFTER) == in_slots(seen[layout], "after")
     if (checkpoint := folder / f"checkpoint_{layout}").exists():
-        assert next_hashes(loaded(alone(folder), checkpoint), 2 * AFTER) == in_slots(seen[layout], "after")
+        assert next_hashes(resumed_from(single_loader(folder), checkpoint), 2 * AFTER) == in_slots(
+            seen[layout], "after"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_epoch_ends_on_all_processes_and_pipeline_stages_without_data_need_no_loader(runs: Any, layout: str) -> None:
     folder, seen = runs
-    expected = next_hashes(alone(folder, epochs=1), 1000)
+    expected = next_hashes(single_loader(folder, epochs=1), 1000)
     found = in_slots(seen[layout], "epoch")
     assert found == expected[: len(found)] and len(expected) - len(found) in (0, 1) and len(found) > 20
     others = [process["epoch"] for process in seen[layout] if process["peer"] == 1]

@@ -16,7 +16,7 @@ from tests.support.toy_pipelines import toy_pipeline
 
 
 def rescue(loader: sp.SavableLoader, kept: dict[str, Any]) -> dict[str, Any]:
-    """What the page's function returns."""
+    """Return the result of the page's function."""
     (block,) = (each.text for each in blocks_of(ROOT / "docs/trainers/index.md") if "def rescue" in each.text)
     names: dict[str, Any] = {"sp": sp}
     exec(block[: block.index("\nranks = ")], names)
@@ -34,7 +34,7 @@ def make(make_shards: Any) -> Any:
 
 
 def lanes_of_a_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """What a trainer keeps that saves one rank's state."""
+    """Return what a trainer keeps that saves the state of one rank."""
     others = [lane for lane in range(6) if lane % world_size != rank]
     return {name: value for name, value in state.items() if name not in {f"lane_{lane:05d}" for lane in others}}
 

@@ -28,18 +28,18 @@ PIPELINES = {"endless": toy_pipeline, "counted": counted_pipeline, "packed": par
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest, make_shards: Any) -> Any:
-    """Build a loader: endless, finite with a length (36 batches; the default), finite without one (24)."""
+    """Return a function that builds a loader: endless, or finite with a length (36 batches, default) or none (24)."""
     pipeline = partial(PIPELINES[getattr(request, "param", "counted")], str(make_shards([36, 36])))
     return lambda **settings: sp.SavableLoader(pipeline, seed=3, lanes=6, **settings)
 
 
 def of_kinds(*cases: tuple[str, int]) -> pytest.MarkDecorator:
-    """A kind of loader, and how many batches the trainer fetches ahead."""
+    """Run a test on each kind of loader, and each number of batches that the trainer fetches ahead."""
     return pytest.mark.parametrize(("make", "ahead"), cases, indirect=["make"])
 
 
 class Trainer:
-    """Fetches `ahead` batches beyond the one that it trains on, as Lightning does, and saves after each."""
+    """Trainer that fetches `ahead` batches beyond the current one, as Lightning does, and saves after each."""
 
     def __init__(self, loader: sp.SavableLoader, ahead: int, trained: int = 0) -> None:
         self.trained = trained
@@ -47,7 +47,7 @@ class Trainer:
         self.batches = TrainerLoader(loader, trained=lambda: self.trained, most_ahead=ahead)
 
     def an_epoch(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The hash of each batch, and the state that is saved after it was trained on."""
+        """Yield the hash of each batch, and the state that is saved after training on it."""
         fetched: list[Any] = []
         for batch in self.batches:
             fetched.append(batch)
@@ -270,7 +270,7 @@ def test_only_a_loader_is_accepted() -> None:
 
 
 class Accumulates(Trainer):
-    """Its optimizer steps on every third batch; counts a batch as begun before it trains on it."""
+    """Trainer whose optimizer steps on every third batch. It counts a batch before it trains on it."""
 
     def __init__(self, loader: sp.SavableLoader, ahead: int, done: int = 0) -> None:
         self.begun = self.trained = done

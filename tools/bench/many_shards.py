@@ -61,7 +61,7 @@ def shard_name(shard: int) -> str:
 def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
     """Write empty files, and an index by which each has `samples` samples of one part."""
     from savable_pipeline.data.shards.index import check_of
-    from savable_pipeline.data.shards.index_making import Columns, index_begin
+    from savable_pipeline.data.shards.index_making import Columns, encode_index_head
     from savable_pipeline.data.shards.metadata import INDEX_NAME
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.data.shards.tar_format import TarIndexHeader
@@ -77,7 +77,7 @@ def make_dataset(root: Path, shards: int, samples: int = SAMPLES) -> None:
             file.truncate(SHARD_BYTES)
         columns.add(ShardEntry(shard_name(shard), SHARD_BYTES, samples, digest), samples, check)
     header = TarIndexHeader([(("bin", 1),)], members=1, size_bytes=4, sizes=shards * samples)
-    begin = index_begin(columns, "tar", msgspec.msgpack.encode(header))
+    begin = encode_index_head(columns, "tar", msgspec.msgpack.encode(header))
     (root / INDEX_NAME).parent.mkdir()
     (root / INDEX_NAME).write_bytes(begin)
     sizes = shards * samples * 4

@@ -246,7 +246,7 @@ def whole_loaders(folder: Path, size: int) -> dict[str, Callable[[], Loader]]:
         "torch DataLoader, torchvision": lambda: in_memory(folder, peers.by_torchvision, size),
         "torch DataLoader, Pillow": lambda: in_memory(folder, peers.whole_by_pillow, size),
         "webdataset, Pillow": lambda: web_dataset(folder, peers.whole_by_pillow, size),
-        "spdl, two threads": lambda: spdl(folder, lambda packets: "", size),
+        "spdl, two threads": lambda: spdl(folder, lambda packets: "", size),  # without a filter of FFmpeg
         "DALI, two threads": lambda: Loader(peers.dali(folder, size, crop=False, threads=WORKERS)),
     }
 

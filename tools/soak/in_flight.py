@@ -173,14 +173,14 @@ class History:
 
     def _compare_repeated(self, position: tuple[int, int], batch: Any, receipts: list[Receipt]) -> None:
         """Compare a repeated batch with the one yielded first, without excluded samples."""
-        yielded, slot = self._yielded[position], position[0] << 40 | position[1]
+        yielded, slot_id = self._yielded[position], position[0] << 40 | position[1]
         rows = len(yielded["items"]) if "valid" not in yielded else int(yielded["valid"].sum())
         items = map(self.oracle.without_excluded, yielded["items"][:rows])
         rest = {row: item for row, item in enumerate(items) if item}
         padding = len(yielded["items"]) - len(rest) if "valid" in yielded else 0
         assert batch["items"] == [*rest.values(), *[next(iter(rest.values()))] * padding], f"{position}: other rows"
         assert "valid" not in yielded or batch["valid"].tolist() == [True] * len(rest) + [False] * padding
-        to_repeat = [(slot, row) if (slot, row) in self.oracle.to_repeat else (-1, -1) for row in rest]
+        to_repeat = [(slot_id, row) if (slot_id, row) in self.oracle.to_repeat else (-1, -1) for row in rest]
         assert receipts == to_repeat + [(-1, -1)] * padding, f"{position}: other receipts"
         assert batch["drawn"] == yielded["drawn"]
         self.counts["shorter"] += len(rest) < rows

@@ -163,6 +163,7 @@ class Dying:
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
+        """Let a forked process die if it is a worker, a child of the fork server, while the folder exists."""
         if os.getppid() != self.trainer and self.folder.exists():
             self.die("worker")
 

@@ -133,7 +133,10 @@ utils.create_role_worker_mapping = lambda config: ({Role.Actor: None}, None)
 
 
 def without_gpus(trainer: type) -> type:
-    """Return a subclass of a trainer of version 1 that records the prompts of each update from the queue."""
+    """Return a subclass of a trainer of version 1 that needs no GPU.
+
+    Instead of updating a model, it records the prompts that each update gets from the queue.
+    """
 
     class CountingTrainer(trainer):  # type: ignore[misc]
         def _setup(self) -> None:

@@ -1,6 +1,6 @@
-"""`Dataset`: samples of a record store by ref, with splits and field names.
+"""`Dataset`: opens samples of a record store by ref, which is a sample's ID.
 
-It has the splits, field names and error policy of a dataset.
+It also has the splits, the field names and the error policy of the data.
 """
 
 from __future__ import annotations
@@ -69,15 +69,16 @@ class Dataset:
         self.source = derive_key("source", source) if source else _UNNAMED_SOURCE
         self.on_error = on_error
         self._faults = list(faults)
-        self.names: dict[int, str] = {}  # for `Sample.source`: names of the `Blend` sources that read it, by tag
+        self.source_names: dict[int, str] = {}  # of the `Blend` sources that read it, by tag
         self.quarantine = None if quarantine is None else Quarantine(quarantine)
         self.address = clean_address(store.address) if "://" in store.address else store.address
         self.entries = ShardList.of(store.entries)
-        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])  # int64 (shards + 1,)
+        # int64 (shards + 1,): the index of each shard's first sample, then the number of all
+        self.firsts = np.concatenate([[0], np.cumsum(self.entries.samples)])
         self.count = int(self.firsts[-1])
         if not self.count:
-            none = f"{self.address}: no sample in {listed(self.entries.names[:5], len(self.entries))}"
-            raise ShardError(store.rejects_warning() or none)
+            message = f"{self.address}: no sample in {listed(self.entries.names[:5], len(self.entries))}"
+            raise ShardError(store.rejects_warning() or message)
         # Methods that samples call are bound here, because a wrapper around `read` would cost a tenth of it.
         self.read, self.array, self.head, self.key = store.read, store.array, store.head, store.key
         self.open = store.open
@@ -157,7 +158,7 @@ class Dataset:
         return list(map(Sample, repeat(self), *parts))
 
     def locate(self, indices: Rows) -> tuple[Rows, Rows]:
-        """Return the shard of each sample, and its row in the store."""
+        """Return the shard numbers of samples, and their rows in the store."""
         shards = self.firsts.searchsorted(indices, "right") - 1
         return shards, self.store.rows(shards, indices - self.firsts[shards])
 
@@ -171,7 +172,7 @@ class Dataset:
         return indices
 
     def manifest(self) -> list[list[Any]]:
-        """Return name, samples and hash of each shard."""
+        """Return name, number of samples and hash of each shard."""
         return self.entries.rows()
 
     def digest(self) -> bytes:
@@ -203,9 +204,9 @@ class Dataset:
     ) -> tuple[dict[str, Rows], int]:
         """Return the sizes of parts by extension, and the number of examined samples.
 
-        All samples are examined, unless the store would have to read them. Then, and with `in_rows`, about 1,000 evenly
-        spread ones are examined. Raises `ShardError`. If `unread` is passed, errors of samples with a missing file are
-        added to it instead.
+        All samples are examined if the index has the sizes. Otherwise, or with `in_rows`, about 1,000 evenly spread
+        samples are read. Raises `ShardError`. If `unread` is passed, errors of samples with a missing file are added to
+        it instead.
         """
         sizes = None if in_rows else self.store.part_sizes()
         if sizes is not None:
@@ -249,11 +250,11 @@ class Dataset:
             return Selection(names, self.firsts, subset=subset, keys=keys)
         if self.root is None:
             raise ShardError(f"{self.address}: split={split!r}, but this dataset has no splits. Leave out split=")
-        parts = read_split(self.root, split, names)
-        excluded = self._rows_with(parts.excluded)
-        if parts.unknown:
-            log.warning("%s: not found, but named by `exclude`: %s", self.address, listed(parts.unknown))
-        shards = parts.shards if in_order else sorted(parts.shards)
+        listing = read_split(self.root, split, names)
+        excluded = self._rows_with(listing.excluded)
+        if listing.unknown:
+            log.warning("%s: not found, but named by `exclude`: %s", self.address, listed(listing.unknown))
+        shards = listing.shards if in_order else sorted(listing.shards)
         return Selection(names, self.firsts, shards=shards, excluded=excluded, subset=subset, keys=keys)
 
     def all_keys(self) -> Iterator[str]:
@@ -267,7 +268,7 @@ class Dataset:
         return (self.key(shard, row) for row in rows.tolist())
 
     def _rows_with(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
-        """Return the positions of the samples with these keys in their shard, by its name."""
+        """Return the positions in their shard of the samples with these keys. Both are by the shard's name."""
         found: dict[str, Rows] = {}
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)

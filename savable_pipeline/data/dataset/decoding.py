@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from savable_pipeline.core.json_values import decoded_json
 from savable_pipeline.data.shards.metadata import FieldMap
 from savable_pipeline.data.shards.orientation import (
-    BACK,
+    INVERSE,
     UPRIGHT,
     orientation_of,
     stored_box,
-    to_be_turned,
     turned,
     turned_pixels,
     turned_size,
+    with_orientation,
 )
 from savable_pipeline.data.shards.part_types import (
     DEEP_MODES,
@@ -63,31 +63,31 @@ Box: TypeAlias = tuple[float, float, float, float]
 """Left, upper, right and lower, in pixels of the full image."""
 
 _MODES = ("RGB", "L")  # not CMYK, for which Pillow and libjpeg-turbo have different colors
-_SCALES = (8, 4, 2)  # divisors of a JPEG's size to which Pillow's `draft` can decode
+_DIVISORS = (8, 4, 2)  # divisors of a JPEG's size to which Pillow's `draft` can decode
 ALPHA, DEEP, TURNED = "alpha", "deep", "turned"  # warnings: with alpha, over 8 bits, to be rotated by EXIF
 
 
-def decompress_part(extension: str, data: bytes, most: int) -> bytes:
+def decompress_part(extension: str, data: bytes, max_bytes: int) -> bytes:
     """Decompress a part whose extension ends in `gz`, such as "txt.gz".
 
     Other parts are returned unchanged.
 
-    Raises ValueError for damage, and for more than `most` bytes.
+    Raises ValueError for damage, and for more than `max_bytes` decompressed bytes.
     """
     # the first checks are fast, because this runs for each decoded part
     if extension == "json" or extension[-2:].lower() != "gz" or part_type(extension) != "gz":
         return data
     try:
-        return decompressed(data, "gz", most)
+        return decompressed(data, "gz", max_bytes)
     except DamagedError as error:
         raise ValueError(f"the part {extension} cannot be decompressed: {error}") from error
 
 
-def decode_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
+def decode_part(extension: str, data: bytes, max_bytes: int = UNPACKED_BYTES, *, exif: bool = True) -> Any:
     """Decode a part by the last component of its extension.
 
     The part "seg.png" is an image, for example. An image is uint8 (height, width, 3), or gray (height, width) if it has
-    more bits. With `exif`, it is rotated. Compressed data may decompress to `most` bytes. Decoders may raise errors.
+    more bits. With `exif`, it is rotated. Compressed data may decompress to `max_bytes`. Errors of decoders are raised.
     """
     kind = part_type(extension)
     if kind in JSON_PARTS:
@@ -95,14 +95,13 @@ def decode_part(extension: str, data: bytes, most: int = UNPACKED_BYTES, *, exif
     if kind in TEXT_PARTS or kind in SUBTITLE_PARTS:
         return data.decode("utf-8-sig")
     if kind in IMAGE_PARTS:
-        opened, orientation = to_be_turned(open_image(data, extension), exif=exif)
-        pixels = jpeg_pixels(opened, data)
-        if pixels is None:
+        opened, orientation = with_orientation(open_image(data, extension), exif=exif)
+        if (pixels := jpeg_pixels(opened, data)) is None:
             return np.array(convert_image(turned(opened, orientation), None, "white"))
         return turned_pixels(pixels, orientation)
     if kind == "npy":
         return npy_array(data)
-    return _npz_arrays(data, most) if kind == "npz" else data
+    return _npz_arrays(data, max_bytes) if kind == "npz" else data
 
 
 def npy_array(data: bytes | memoryview) -> NDArray[Any]:
@@ -125,10 +124,10 @@ def npy_array(data: bytes | memoryview) -> NDArray[Any]:
     return (flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)).copy(order="K")
 
 
-def _npz_arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
+def _npz_arrays(data: bytes, max_bytes: int) -> Mapping[str, NDArray[Any]]:
     """Return the arrays of an `npz` file, by name.
 
-    Raises ValueError if they decompress to more than `most` bytes.
+    Raises ValueError if they decompress to more than `max_bytes`.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = [each for each in archive.infolist() if each.filename.endswith(".npy")]
@@ -136,13 +135,13 @@ def _npz_arrays(data: bytes, most: int) -> Mapping[str, NDArray[Any]]:
         deflated = [each for each in entries if each.compress_type == zipfile.ZIP_DEFLATED]
         if len(stored) + len(deflated) < len(entries) or sum(each.file_size for each in stored) > len(data):
             raise ValueError("npz file with overlapping arrays or unknown compression. Save it by np.savez")
-        if (total := sum(each.file_size for each in deflated)) > most:
-            raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {most:,}. {MORE}")
+        if (total := sum(each.file_size for each in deflated)) > max_bytes:
+            raise ValueError(f"npz file of {total:,} bytes of compressed arrays, more than {max_bytes:,}. {MORE}")
         return {each.filename.removesuffix(".npy"): npy_array(_read_entry(archive, each)) for each in entries}
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """Decompress an entry, and never more than its declared size."""
+    """Decompress an entry, up to its declared size."""
     with archive.open(entry) as file:
         return file.read(entry.file_size)
 
@@ -152,14 +151,13 @@ def field_value(sample: Any, fields: FieldMap, name: str) -> Any:
 
     It is the bytes of a part, or a value inside its JSON. Raises KeyError if the field or its parts are missing.
     """
-    options = fields.get(name)
-    if options is None:
+    if (options := fields.get(name)) is None:
         raise KeyError(f"no field {name!r}; the dataset has {', '.join(fields) or 'no field_map'}")
-    for part, *path in options:
+    for part, *json_path in options:
         if part in sample:
-            value: Any = decoded_json(sample[part]) if path else sample[part]
-            for step in path:
-                value = value[int(step)] if isinstance(value, list) else value[step]
+            value: Any = decoded_json(sample[part]) if json_path else sample[part]
+            for name_or_index in json_path:
+                value = value[int(name_or_index)] if isinstance(value, list) else value[name_or_index]
             return value
     raise KeyError(f"field {name!r} is in {[part for part, *_ in options]}, but the sample has {list(sample)}")
 
@@ -178,10 +176,10 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def convert_image(image: Image.Image, mode: str | None, background: Colour, bits: int | None = None) -> Image.Image:
-    """Decode an image in this mode.
+    """Decode an image and convert it to a mode of Pillow.
 
-    An image with alpha is composited on the background, unless the mode has alpha itself. The default mode is RGB, or
-    all bits of a gray image with more than 8 bits. Raises errors of `eight_bits`.
+    An image with alpha is composited on the background, unless the mode has alpha itself. `mode` None means RGB, except
+    that a gray image of more than 8 bits keeps them, unless `bits` is 8. Raises the errors of `eight_bits`.
     """
     if is_deep(image) and mode not in DEEP_MODES:
         if mode is None and bits is None and image.mode in DEEP_MODES:
@@ -202,12 +200,10 @@ def convert_image(image: Image.Image, mode: str | None, background: Colour, bits
 
 
 def jpeg_pixels(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
-    """Decode a plain JPEG to uint8 (height, width, 3), or return None.
+    """Decode a JPEG with simplejpeg to uint8 (height, width, 3), or return None.
 
-    None means that Pillow must decode it.
-
-    `image` is what Pillow read from the header of `data`. Pillow decodes all damaged files, so results and errors do
-    not depend on installed packages.
+    None means that Pillow must decode it. `image` is what Pillow read from the header of `data`. Pillow decodes all
+    damaged files, so results and errors do not depend on installed packages.
     """
     simplejpeg = _simplejpeg()
     if simplejpeg is None or image.format != "JPEG" or image.mode not in _MODES:
@@ -240,36 +236,38 @@ def image_region(
 ) -> Image.Image:
     """Decode the smallest image of whole pixels that covers the box.
 
-    Its `info["box"]` is the position of the box in the decoded image.
+    `info["box"]` of the result is the position of the box in it.
 
-    The box has at least `at_least` pixels, unless it has fewer in the full image. Sizes and boxes are those of the full
-    image as stored, or as rotated with `exif`. Raises ValueError for a box that is empty or reaches beyond the image.
+    The box has at least `at_least` pixels there, unless it has fewer in the full image. `box` and `at_least` refer to
+    the full image as stored, or as rotated with `exif`. Raises ValueError for a box that is empty or reaches beyond the
+    image.
     """
-    image, orientation = to_be_turned(image, exif=exif)
+    image, orientation = with_orientation(image, exif=exif)
     width, height = turned_size(image.size, orientation)
     bounds = (0, 0, width, height) if box is None else box(width, height) if callable(box) else box
-    left, upper, right, lower = _numbers("box", bounds, 4)
+    left, upper, right, lower = _finite_floats("box", bounds, 4)
     if not (0 <= left < right <= width and 0 <= upper < lower <= height):
         raise ValueError(f"box={bounds} is empty or exceeds the image of {width} × {height} pixels")
     left, upper, right, lower = stored_box((left, upper, right, lower), (width, height), orientation)
     if at_least is not None:
-        min_width, min_height = _numbers("at_least", at_least(width, height) if callable(at_least) else at_least, 2)
+        minimum = at_least(width, height) if callable(at_least) else at_least
+        min_width, min_height = _finite_floats("at_least", minimum, 2)
         if not min(min_width, min_height) > 0:
             raise ValueError(f"at_least={(min_width, min_height)}: expected a width and a height above 0, in pixels")
         needed = turned_size((min_width, min_height), orientation)
-        scale_x, scale_y = _apply_draft(image, _scale((right - left, lower - upper), needed))
+        scale_x, scale_y = _apply_draft(image, _divisor((right - left, lower - upper), needed))
         left, upper, right, lower = left * scale_x, upper * scale_y, right * scale_x, lower * scale_y
-    start, top = math.floor(left), math.floor(upper)
-    covering = (start, top, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
+    first_x, first_y = math.floor(left), math.floor(upper)
+    covering = (first_x, first_y, min(math.ceil(right), image.width), min(math.ceil(lower), image.height))
     region = image if covering == (0, 0, *image.size) else image.crop(covering)
-    box_in_region = (left - start, upper - top, right - start, lower - top)
+    box_in_region = (left - first_x, upper - first_y, right - first_x, lower - first_y)
     region_image = convert_image(turned(region, orientation), mode, background, bits)
-    region_image.info["box"] = stored_box(box_in_region, region.size, BACK[orientation])
+    region_image.info["box"] = stored_box(box_in_region, region.size, INVERSE[orientation])
     return region_image
 
 
-def _numbers(name: str, value: Any, count: int) -> list[float]:
-    """Convert `count` floats to floats. Raises ValueError if there are more or fewer."""
+def _finite_floats(name: str, value: Any, count: int) -> list[float]:
+    """Return the `count` numbers of a user's argument as floats. Raises ValueError, with its name, for other values."""
     try:
         floats = [float(number) for number in value]
     except (TypeError, ValueError):
@@ -279,21 +277,22 @@ def _numbers(name: str, value: Any, count: int) -> list[float]:
     return floats
 
 
-def _scale(size: PixelSize, needed: PixelSize) -> int:
-    """Return the largest divisor at which a region of this size has the needed pixels."""
-    return next((scale for scale in _SCALES if size[0] >= scale * needed[0] and size[1] >= scale * needed[1]), 1)
+def _divisor(size: PixelSize, needed: PixelSize) -> int:
+    """Return the largest number by which a region's size can be divided, so that it has the needed pixels."""
+    return next((n for n in _DIVISORS if size[0] >= n * needed[0] and size[1] >= n * needed[1]), 1)
 
 
-def _apply_draft(image: Image.Image, scale: int) -> tuple[float, float]:
-    """Let an image be decoded at 1/`scale` of its size, if its format can.
+def _apply_draft(image: Image.Image, divisor: int) -> tuple[float, float]:
+    """Set an image to be decoded at 1/`divisor` of its size, if its format supports that.
 
     Returns the decoded pixels per pixel of the full image, horizontally and vertically.
     """
-    if scale == 1:
+    if divisor == 1:
         return 1.0, 1.0
     width, height = image.size
-    result = image.draft(image.mode, (width // scale, height // scale))
-    return (result[1][2] / width, result[1][3] / height) if result else (1.0, 1.0)
+    drafted = image.draft(image.mode, (width // divisor, height // divisor))
+    drafted_width, drafted_height = drafted[1][2:] if drafted else (width, height)
+    return drafted_width / width, drafted_height / height
 
 
 def image_warnings(data: bytes) -> list[str]:

@@ -88,22 +88,23 @@ def dataset_info(shards: Shards, **settings: Any) -> Info:
     if unread:
         unread_text = counted(len(unread), "sample names a file that is", "samples name files that are")
         faults = [*faults, f"{unread_text} not there, of {examined} looked at: {unread[0]}"]
-    (shard,), (row,) = (found.tolist() for found in dataset.locate(np.zeros(1, dtype=np.int64)))
-    first: dict[str, int] = {}
+    shards_of_first, rows_of_first = dataset.locate(np.zeros(1, dtype=np.int64))
+    shard, row = int(shards_of_first[0]), int(rows_of_first[0])
+    first_parts: dict[str, int] = {}
     with contextlib.suppress(*([ShardError] if unread else [])):
-        first = dataset.store.sizes(shard, row)
+        first_parts = dataset.store.sizes(shard, row)
     return Info(
-        dataset.address,
-        dataset.entries,
-        _parts(sizes),
-        dataset.key(shard, row),
-        first,
-        split_counts(dataset),
-        examined,
-        nulls,
-        media,
-        _dotted_layouts(dataset, set(sizes)) if examined == dataset.count else [],
-        faults + media_faults,
+        root=dataset.address,
+        shards=dataset.entries,
+        parts=_part_infos(sizes),
+        first_key=dataset.key(shard, row),
+        first_parts=first_parts,
+        splits=split_counts(dataset),
+        examined=examined,
+        nulls=nulls,
+        media=media,
+        dotted=_dotted_layouts(dataset, set(sizes)) if examined == dataset.count else [],
+        faults=faults + media_faults,
     )
 
 
@@ -126,10 +127,7 @@ def _media_totals(dataset: Dataset) -> tuple[dict[str, MediaTotals], list[str]]:
 
 
 def _count_nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[str]]:
-    """Return how many examined samples have a null, by column, and warnings.
-
-    The warnings are about content that is skipped.
-    """
+    """Return how many examined samples have a null, by column, and warnings about skipped or missing content."""
     store = dataset.store
     nulls, without_bytes = Counter[str](), Counter[str]()
     for shard, row in dataset.spread_rows():
@@ -143,7 +141,7 @@ def _count_nulls(dataset: Dataset, examined: int) -> tuple[dict[str, int], list[
     return dict(nulls), faults
 
 
-def _parts(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
+def _part_infos(sizes: dict[str, NDArray[np.int64]]) -> dict[str, PartInfo]:
     """Summarize the sizes of parts by extension, the most frequent part first."""
     ranked = sorted(sizes, key=lambda extension: (-len(sizes[extension]), extension))
     return {

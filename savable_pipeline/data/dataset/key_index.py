@@ -2,13 +2,13 @@
 
 It is built once for a dataset, next to its index.
 
-    "SAVKEY01" │ xxh3_64 of the header │ header: 64 bytes │ high │ low │ places
+    "SAVKEY01" │ xxh3_64 of the header │ header: 64 bytes │ high │ low │ entries
 
-    header   manifest: 16 bytes │ samples u64 │ numbers of two samples that have one key, 2 × u64, or 2⁶⁴-1
+    header   manifest: 16 bytes │ samples u64 │ indices of two samples with one key, 2 × u64, or 2⁶⁴-1
              │ xxh3_64 of what follows the header │ zeros
     high     uint64 (samples,)   first half of the 16-byte hash of a key; the hashes ascend
     low      uint64 (samples,)   second half
-    places   uint64 (samples,)   the sample's number, and above it 16 bits that check it against damage
+    entries  uint64 (samples,)   the sample's index, and above it 16 bits that check it against damage
 
 All numbers are little-endian. The hash is BLAKE2b, so that no data can be made to have the hash of other data.
 
@@ -58,13 +58,14 @@ _HEADER = struct.Struct("<16sQQQQ16x")
 _HEAD_BYTES = len(_MAGIC) + 8 + _HEADER.size
 _NO_SAMPLE = (1 << 64) - 1
 _READ_KEYS = 1 << 16  # keys to read at a time
-_CHECK_SHIFT = 48  # the lowest bit of the check bits in an entry of `places`
+_CHECK_SHIFT = 48  # the lowest of the check bits in an entry
 
 
 class KeyIndex:
     """Key index in a file, for the dataset with this manifest digest.
 
-    `duplicate` has two samples with one key, or is None. Raises `ShardError` for another dataset, and OSError.
+    `duplicate` has the indices of two samples with one key, or is None if all keys differ. Raises `ShardError` if the
+    file is of another dataset or damaged, and OSError.
     """
 
     def __init__(self, path: Path, manifest: bytes) -> None:
@@ -75,15 +76,15 @@ class KeyIndex:
         is_index = head[:8] == _MAGIC and len(head) == _HEAD_BYTES
         if not is_index or xxh3_64_intdigest(head[16:]) != int.from_bytes(head[8:16], "little"):
             raise ShardError(f"{path}: not an index of keys, or damaged. Remove it and start again")
-        found, count, first, second, digest = _HEADER.unpack(head[16:])
-        if found != manifest or len(view) != _HEAD_BYTES + 24 * count:
+        found_manifest, count, first, second, digest = _HEADER.unpack(head[16:])
+        if found_manifest != manifest or len(view) != _HEAD_BYTES + 24 * count:
             raise ShardError(f"{path}: truncated, or an index of the keys of other shards. Remove it and start again")
         if not self._file.is_mapped and xxh3_64_intdigest(view[_HEAD_BYTES:]) != digest:
             raise ShardError(f"{path}: the index of keys is damaged. Remove it and start again")
         self._count = count
         self.duplicate: tuple[int, int] | None = None if first == _NO_SAMPLE else (first, second)
-        self._high, self._low, self._places = (
-            np.frombuffer(view, "<u8", count, _HEAD_BYTES + 8 * part * count) for part in range(3)
+        self._high, self._low, self._entries = (
+            np.frombuffer(view, "<u8", count, _HEAD_BYTES + 8 * column * count) for column in range(3)
         )
 
     def find(self, keys: Sequence[str] | Sequence[bytes]) -> Rows:
@@ -93,25 +94,26 @@ class KeyIndex:
         """
         high, low = _halves(b"".join(map(_key_hash, keys)))
         found = np.full(len(keys), -1, np.int64)
-        unresolved, at = np.arange(len(keys)), np.searchsorted(self._high, high)
+        unresolved = np.arange(len(keys))  # positions of keys in `keys`
+        rows = np.searchsorted(self._high, high)  # for each unresolved key, the row of this index to compare next
         while True:  # usually one iteration, unless hashes share their first half
-            candidates = at < self._count
-            unresolved, at = unresolved[candidates], at[candidates]
-            candidates = self._high[at] == high[unresolved]
-            unresolved, at = unresolved[candidates], at[candidates]
+            may_match = rows < self._count
+            unresolved, rows = unresolved[may_match], rows[may_match]
+            may_match = self._high[rows] == high[unresolved]
+            unresolved, rows = unresolved[may_match], rows[may_match]
             if not len(unresolved):
                 return found
-            equal = self._low[at] == low[unresolved]
-            found[unresolved[equal]] = self._numbers(at[equal])
-            unresolved, at = unresolved[~equal], at[~equal] + 1
+            equal = self._low[rows] == low[unresolved]
+            found[unresolved[equal]] = self._sample_indices(rows[equal])
+            unresolved, rows = unresolved[~equal], rows[~equal] + 1
 
-    def _numbers(self, at: Rows) -> Rows:
-        """Return the samples at these positions of the index: int64 (positions,)."""
-        places = self._places[at]
-        numbers = places & np.uint64((1 << _CHECK_SHIFT) - 1)
-        if (numbers >= self._count).any() or (_with_check_bits(self._low[at], numbers) != places).any():
+    def _sample_indices(self, rows: Rows) -> Rows:
+        """Return the samples in these rows of the index: int64 (rows,)."""
+        entries = self._entries[rows]
+        indices = entries & np.uint64((1 << _CHECK_SHIFT) - 1)
+        if (indices >= self._count).any() or (_with_check_bits(self._low[rows], indices) != entries).any():
             raise ShardError(f"{self.path}: the index of keys is damaged. Remove it and start again")
-        return numbers.astype(np.int64)
+        return indices.astype(np.int64)
 
 
 def key_index(dataset: Dataset) -> KeyIndex:
@@ -123,10 +125,11 @@ def key_index(dataset: Dataset) -> KeyIndex:
     if getattr(dataset.store, "keys_end_last", False):  # the same files with other keys
         manifest = hashlib.blake2b(manifest, digest_size=len(manifest)).digest()
     name, cache = f"savable.{manifest.hex()}.keys", user_cache()
-    near = [] if dataset.root is None else [dataset.root / META / name]
-    paths = [] if cache is None else [cache / "savable_pipeline" / name]
+    in_dataset = [] if dataset.root is None else [dataset.root / META / name]
+    in_cache = [] if cache is None else [cache / "savable_pipeline" / name]
     # If the index of raw files is in the cache, the keys are written there too.
-    paths = [*near, *paths] if near and near[0].parent.is_dir() else [*paths, *near]
+    has_folder = bool(in_dataset) and in_dataset[0].parent.is_dir()
+    paths = [*in_dataset, *in_cache] if has_folder else [*in_cache, *in_dataset]
 
     def open_or_build(path: Path) -> KeyIndex:
         found = _open_if_valid(path, manifest)  # another process may have built it during the wait
@@ -134,8 +137,8 @@ def key_index(dataset: Dataset) -> KeyIndex:
             _write(path, dataset, manifest)
         return found or KeyIndex(path, manifest)
 
-    known = next(filter(None, (_open_if_valid(path, manifest) for path in paths)), None)
-    return known or first_writable(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
+    found = next(filter(None, (_open_if_valid(path, manifest) for path in paths)), None)
+    return found or first_writable(paths, f"{dataset.address}: no place to write an index of its keys", open_or_build)
 
 
 def _open_if_valid(path: Path, manifest: bytes) -> KeyIndex | None:
@@ -171,9 +174,9 @@ def _halves(hashes: bytes | bytearray) -> tuple[NDArray[np.uint64], NDArray[np.u
     return pairs[:, 0], pairs[:, 1]
 
 
-def _with_check_bits(low: NDArray[np.uint64], numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return samples with 16 bits above them that depend on the sample and the hash."""
-    plain = numbers.astype(np.uint64)
+def _with_check_bits(low: NDArray[np.uint64], indices: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the entries of these samples: each index, and above it 16 bits that depend on it and on the hash."""
+    plain = indices.astype(np.uint64)
     mixed = (low ^ (plain * np.uint64(GAMMA))) * np.uint64(GAMMA)
     checked: NDArray[np.uint64] = plain | (mixed >> np.uint64(_CHECK_SHIFT) << np.uint64(_CHECK_SHIFT))
     return checked
@@ -187,7 +190,7 @@ _LOOKUP_KEYS = 1 << 14  # keys to look up at a time
 class ExcludeFile:
     """Samples of `dataset` that the file at `path` names.
 
-    `numbers` has their indices. A warning counts keys that no sample has, and lines without a key. Raises ValueError
+    `indices` has their indices. A warning counts keys that no sample has, and lines without a key. Raises ValueError
     for a line that is neither a key nor JSON, `SavableError` if the file cannot be read, `ShardError` if the keys of
     the samples cannot.
     """
@@ -202,10 +205,10 @@ class ExcludeFile:
         unnamed: set[int] = set()
         found: set[int] = set()
         unknown = _UnknownKeys()
-        read = partial(_keys_in, self.path, content, keys_by_shard, unnamed)
-        _find_keys(dataset, read, found, unknown.add)  # this reads the lines, including those for single shards
+        read_keys = partial(_keys_in, self.path, content, keys_by_shard, unnamed)
+        _find_keys(dataset, read_keys, found, unknown.add)  # this also fills `keys_by_shard` and `unnamed`
         unknown.add([os.fsencode(text) for text in _find_in_shards(dataset, keys_by_shard, found)])
-        self.numbers = frozenset(found)
+        self.indices = frozenset(found)
         if unknown.count:
             log.warning(
                 "%s: exclude=%s names %d unknown samples: %s",
@@ -223,7 +226,7 @@ class ExcludeFile:
 
         The order of lines and unknown keys do not matter.
         """
-        return _digest(np.array(sorted(self.numbers), dtype="<u8").tobytes())
+        return _digest(np.array(sorted(self.indices), dtype="<u8").tobytes())
 
     def verify(self) -> None:
         """Raise `SavableError` if the file has changed since it was read.
@@ -271,7 +274,7 @@ class _UnknownKeys:
         self._first: list[bytes] = []
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add keys."""
+        """Count keys that no sample has."""
         self._hashes.extend(map(xxh3_64_intdigest, keys))
         self._first = sorted({*self._first, *heapq.nsmallest(2 * NAMES_SHOWN, set(keys))})[:NAMES_SHOWN]
 
@@ -321,8 +324,8 @@ def _parse_entry(path: Path, number: int, line: str) -> tuple[str | None, str | 
     return shard, key
 
 
-def sample_numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
-    """Return the indices of all samples with these keys, and the keys of no sample."""
+def sample_indices_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int], set[str]]:
+    """Return the indices of all samples with these keys, and unknown keys."""
     found: set[int] = set()
     unknown: list[bytes] = []
     _find_keys(dataset, lambda: map(os.fsencode, keys), found, unknown.extend)
@@ -330,47 +333,47 @@ def sample_numbers_of(dataset: Dataset, keys: Sequence[str]) -> tuple[list[int],
 
 
 def _find_keys(
-    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+    dataset: Dataset, read_keys: Callable[[], Iterator[bytes]], found: set[int], report: Callable[[list[bytes]], None]
 ) -> None:
-    """Add to `found` the indices of all samples with the keys that `read` returns.
+    """Add to `found` the indices of all samples with the keys that `read_keys` returns.
 
-    `unknown` is called with lists of the keys that no sample has.
+    `report` is called with lists of the keys that no sample has.
     """
-    keys = read()
-    first = next(keys, None)
-    if first is None:
+    keys = read_keys()
+    if (first := next(keys, None)) is None:
         return
     # An index belongs to shards. The key of a table depends on a setting of the reader, so it has no index.
     index = key_index(dataset) if dataset.store.keys_in_shards else None
     if index is None or index.duplicate is not None:
-        _find_by_reading(dataset, read, found, unknown)
+        _find_by_reading(dataset, read_keys, found, report)
         return
     for chunk in _chunks(chain([first], keys)):
-        numbers = index.find(chunk)
-        found.update(numbers[numbers >= 0].tolist())
-        unknown([chunk[i] for i in np.flatnonzero(numbers < 0).tolist()])
+        indices = index.find(chunk)
+        found.update(indices[indices >= 0].tolist())
+        report([chunk[i] for i in np.flatnonzero(indices < 0).tolist()])
 
 
 def _find_by_reading(
-    dataset: Dataset, read: Callable[[], Iterator[bytes]], found: set[int], unknown: Callable[[list[bytes]], None]
+    dataset: Dataset, read_keys: Callable[[], Iterator[bytes]], found: set[int], report: Callable[[list[bytes]], None]
 ) -> None:
     """Do the same as `_find_keys` without an index.
 
-    All keys of the dataset are read. A hash of 8 bytes of each key that `read` returns is in memory.
+    All keys of the dataset are read. Memory has a hash of 8 bytes of each key that `read_keys` returns.
     """
-    wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read())), np.uint64))
+    wanted = np.sort(np.frombuffer(array("Q", map(xxh3_64_intdigest, read_keys())), np.uint64))
     candidates: dict[int, bytes] = {}  # keys of the dataset that may be among these, by sample index
     start = 0
     for chunk in _chunks(map(os.fsencode, dataset.all_keys())):
         hashes = np.fromiter(map(xxh3_64_intdigest, chunk), np.uint64, len(chunk))
-        at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-        candidates |= {start + i: chunk[i] for i in np.flatnonzero(wanted[at] == hashes).tolist()}
+        nearest = wanted[np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)]
+        candidates |= {start + i: chunk[i] for i in np.flatnonzero(nearest == hashes).tolist()}
         start += len(chunk)
-    present, named = set(candidates.values()), set()
-    for chunk in _chunks(read()):
-        named |= present.intersection(chunk)
-        unknown([key for key in chunk if key not in present])
-    found.update(number for number, key in candidates.items() if key in named)
+    present = set(candidates.values())
+    matched: set[bytes] = set()  # not all of `present`, because different keys may have the same hash
+    for chunk in _chunks(read_keys()):
+        matched |= present.intersection(chunk)
+        report([key for key in chunk if key not in present])
+    found.update(index for index, key in candidates.items() if key in matched)
 
 
 def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
@@ -379,7 +382,7 @@ def _chunks(keys: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _find_in_shards(dataset: Dataset, keys_by_shard: dict[str, set[str]], found: set[int]) -> Iterator[str]:
-    """Add to `found` the samples with keys of single shards. Yield unknown keys."""
+    """Add to `found` the indices of samples by shard name and key. Yield the keys that were not found."""
     shard_numbers = {entry.name: shard for shard, entry in enumerate(dataset.entries)}
     for name, keys in keys_by_shard.items():
         missing = set(keys)

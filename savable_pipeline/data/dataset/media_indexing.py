@@ -20,7 +20,7 @@ import numpy as np
 from savable_pipeline.core.wording import encodable
 from savable_pipeline.data.dataset.dataset import Dataset
 from savable_pipeline.data.dataset.ref import REF
-from savable_pipeline.data.media.media_table import KIND, Known, MediaTable, headers, is_touched, pack_rows
+from savable_pipeline.data.media.media_table import KIND, HeaderFacts, MediaTable, may_be_newer, pack_rows, read_headers
 from savable_pipeline.data.shards.index import BlobIndex, Format, IndexedFiles, ShardTable
 from savable_pipeline.data.shards.index_making import (
     FileProgress,
@@ -43,7 +43,7 @@ _MOST_FAULTS = 100  # most broken parts that are listed with their error
 
 @dataclass(frozen=True, slots=True)
 class MediaFaults:
-    """Numbers of unreadable parts and shards, and the first messages."""
+    """Number of unreadable parts and shards together, and the first messages."""
 
     count: int
     messages: list[str]
@@ -77,17 +77,18 @@ def reject_remote(files: Shards) -> None:
 
 
 def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProgress) -> None:
-    """Write the table at `path`. The caller has locked it."""
+    """Write the table at `path`, which the caller has locked."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
-    shards = indexed.index.shards
-    now = {entry.name: entry for entry in shards}
+    current = {entry.name: entry for entry in indexed.index.shards}
     old = _open_table(path)
-    names = () if old is None else old.shards.names
-    reused = {name: number for number, name in enumerate(names) if old and _is_current(old.shards[number], now)}
-    reused = {n: i for n, i in reused.items() if old and old.is_whole(i) and not is_touched(indexed.root / n, path)}
+    reused: dict[str, int] = {}  # numbers in the old table, by name
+    for number, name in enumerate(() if old is None else old.shards.names):
+        is_reusable = old and _is_current(old.shards[number], current) and old.is_whole(number)
+        if is_reusable and not may_be_newer(indexed.root / name, path):
+            reused[name] = number
     with ScannedTables(path) as scanned:
-        resumed = {name for name in scanned if _is_current(scanned[name].entry, now)}
+        resumed = {name for name in scanned if _is_current(scanned[name].entry, current)}
         missing = [name for name in indexed.entries.names if name not in reused and name not in resumed]
         progress(0, len(missing))
         for done, found in enumerate(_scan_all(indexed, missing, processes), 1):
@@ -95,12 +96,12 @@ def _build(path: Path, indexed: IndexedFiles, processes: int, progress: FileProg
             resumed.add(found.entry.name)
             progress(done, len(missing))
 
-        def table(name: str) -> ShardTable:
+        def table_of(name: str) -> ShardTable:
             if name in resumed or old is None:
                 return scanned[name]
             return old.table(reused[name])
 
-        write_index(path, map(table, sorted({*reused, *resumed})), KIND)
+        write_index(path, map(table_of, sorted({*reused, *resumed})), KIND)
 
 
 def _open_table(path: Path) -> BlobIndex | None:
@@ -109,11 +110,11 @@ def _open_table(path: Path) -> BlobIndex | None:
     return None
 
 
-def _is_current(old: ShardEntry, now: dict[str, ShardEntry]) -> bool:
-    """Return whether an `old` entry of a table is of the current version of a shard."""
-    entry = now.get(old.name)
-    found = entry is not None and (entry.size, entry.samples, entry.digest) == (old.size, old.samples, old.digest)
-    return found and not old.fault
+def _is_current(old: ShardEntry, current: dict[str, ShardEntry]) -> bool:
+    """Return whether the `old` entry of a table has no error and is of the current version of its shard."""
+    entry = current.get(old.name)
+    is_same = entry is not None and (entry.size, entry.samples, entry.digest) == (old.size, old.samples, old.digest)
+    return is_same and not old.fault
 
 
 def _scan_all(indexed: IndexedFiles, names: list[str], processes: int) -> Iterator[ShardTable]:
@@ -171,13 +172,13 @@ class _Scan:
         return ShardTable(msgspec.structs.replace(entry, fault=encodable(f"{entry.name}: {reason}")), pack_rows(()))
 
 
-def _media_of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, Known]]]:
-    """Yield the headers of the parts of each sample of a shard."""
+def _media_of_samples(dataset: Dataset, shard: int) -> Iterator[list[tuple[str, HeaderFacts]]]:
+    """Yield for each sample of a shard the names and headers of its media parts."""
     ranges = getattr(dataset.store, "range_parts", ())
     for row in dataset.locate(np.arange(dataset.firsts[shard], dataset.firsts[shard + 1]))[1].tolist():
         parts = dataset.extensions(shard, row)
         media = [part for part in parts if part_type(part) in MEDIA_PARTS or part in ranges]
-        yield [(part, headers(dataset.store, shard, row, part)) for part in media]
+        yield [(part, read_headers(dataset.store, shard, row, part)) for part in media]
 
 
 def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
@@ -198,11 +199,12 @@ def _faults(path: Path, indexed: IndexedFiles) -> MediaFaults:
     return MediaFaults(count, faults[:_MOST_FAULTS])
 
 
-def _describe_broken(dataset: Dataset, number: int, part: str) -> str:
-    """Return the error of reading the headers of a part of a sample."""
-    refs = np.array([(number, 0)], REF)  # epoch 0
+def _describe_broken(dataset: Dataset, index: int, part: str) -> str:
+    """Return the error of reading the headers of a part of the sample with this index."""
+    epoch = 0
+    refs = np.array([(index, epoch)], REF)
     try:
         dataset.open_samples(refs)[0].media(part)
     except (MediaError, SavableError) as error:
         return encodable(str(error))
-    return f"{part!r} of sample {number}"  # reached only if the part changed since it was read
+    return f"{part!r} of sample {index}"  # reached only if the part changed since it was read

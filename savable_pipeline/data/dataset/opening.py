@@ -1,7 +1,7 @@
-"""Opens the dataset of a store. `open_dataset` is the public function.
+"""Opening of datasets, for stages by `open_any` and for users by `open_dataset`.
 
-`open_dataset` is for notebooks and other loaders. Its result has samples by index and by key, as a list and as torch's
-datasets do. Stages read a `Dataset`, by refs.
+`open_dataset` is for notebooks and other loaders. It returns a sequence of samples by index or key, which torch's
+`DataLoader` accepts as a dataset. Stages read a `Dataset` by refs, the IDs of samples.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def open_any(
     on_error: OnError = "raise",
     quarantine: str | os.PathLike[str] | None = None,
     unpacked_bytes: int = UNPACKED_BYTES,
-    **how: Any,
+    **settings: Any,
 ) -> Dataset:
     """Open the dataset of files that a user names.
 
-    See `open_store` for `how`. `unpacked_bytes` is a setting of all readers. Raises `ShardError`, `RemoteError`, and
-    ValueError for a setting that files of this format do not have.
+    See `find_source` and `open_store` for `settings`. `unpacked_bytes` is a setting of all readers.
+
+    Raises `ShardError`, `RemoteError`, and ValueError for a setting that files of this format do not have.
     """
     faults: list[tuple[str, str]] = []
 
@@ -56,11 +57,12 @@ def open_any(
         faults.append(("", str(error)))
 
     if not isinstance(files, Source):
-        chosen = {name: how.pop(name) for name in ("format", "pinned", "cache") if name in how}
-        files = find_source(files, settings=[name for name, value in how.items() if value is not None], **chosen)
+        of_source = {name: settings.pop(name) for name in ("format", "pinned", "cache") if name in settings}
+        passed = [name for name, value in settings.items() if value is not None]
+        files = find_source(files, settings=passed, **of_source)
     if "unpacked_bytes" in files.format.settings:
-        how["unpacked_bytes"] = unpacked_bytes
-    store = open_store(files, tolerant=on_error != "raise", unlistable=note_unlistable, **how)
+        settings["unpacked_bytes"] = unpacked_bytes
+    store = open_store(files, tolerant=on_error != "raise", unlistable=note_unlistable, **settings)
     for setting in [] if store.root is None else unused_settings(store.root):
         log.warning("%s: only Energon applies `%s` of %s/dataset.yaml", store.address, setting, META)
     missing = "" if store.root is None else unfinished(store.root).replace(str(store.root), store.address, 1)
@@ -157,19 +159,21 @@ class _ReopenableDataset:
         self,
         arguments: tuple[Any, ...],
         manifest: bytes | None = None,
-        known: int | None = None,
+        known_shards: int | None = None,
         commits: PinnedShards | None = None,
     ) -> None:
-        self._arguments, self._commits = arguments, {} if commits is None else commits  # commits of datasets of the Hub
-        self._manifest, self._known = manifest, known  # manifest of the first process, and number of known shards
+        self._arguments = arguments
+        self._commits = {} if commits is None else commits  # commits of datasets of the Hub
+        # digest of the manifest in the first process, and the number of shards that it found
+        self._manifest, self._known_shards = manifest, known_shards
         self._dataset = self._open()
-        self._manifest, self._known = self._dataset.digest(), len(self._dataset.entries)
+        self._manifest, self._known_shards = self._dataset.digest(), len(self._dataset.entries)
         self._keys: KeyIndex | None = None
         self._process = os.getpid()
         self._inherited: Dataset | None = None  # referenced, because the process that opened it closes it
 
     def pinned(self, pinned: PinnedShards) -> _ReopenableDataset:
-        """Return the same samples of the pinned shards."""
+        """Return the dataset of the pinned shards. If none are, pin the current ones."""
         commits = {name: pinned.setdefault(name, commit) for name, commit in self._commits.items()}
         if commits != self._commits:  # a resumed run started with other commits
             return _ReopenableDataset(self._arguments, commits=commits).pinned(pinned)
@@ -179,10 +183,10 @@ class _ReopenableDataset:
         return _ReopenableDataset(self._arguments, dataset.digest(), len(dataset.entries), commits)
 
     def _open(self) -> Dataset:
-        shards, settings, most, cache = self._arguments
-        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=most, **settings)
-        if self._known is not None and len(dataset.entries) > self._known:
-            dataset = dataset.first_shards(self._known)  # shards were added since
+        shards, settings, unpacked_bytes, cache = self._arguments
+        dataset = open_any(shards, cache=cache, pinned=self._commits, unpacked_bytes=unpacked_bytes, **settings)
+        if self._known_shards is not None and len(dataset.entries) > self._known_shards:
+            dataset = dataset.first_shards(self._known_shards)  # shards were added since
         if self._manifest is not None and dataset.digest() != self._manifest:
             raise ShardError(
                 f"{dataset.address}: the shards changed since another process opened them. Start again",
@@ -205,16 +209,19 @@ class _ReopenableDataset:
         return self._keys
 
     def __reduce__(self) -> Any:
-        return _ReopenableDataset, (self._arguments, self._manifest, self._known, self._commits)
+        return _ReopenableDataset, (self._arguments, self._manifest, self._known_shards, self._commits)
 
 
 class Samples(Sequence[Any]):
-    """Result of `open_dataset`: a sequence of the samples with these `numbers`."""
+    """Result of `open_dataset`: a sequence of samples.
 
-    def __init__(self, opened: _ReopenableDataset, transform: Transform | None, numbers: range | None = None) -> None:
+    It has the samples with these `indices`, or all.
+    """
+
+    def __init__(self, opened: _ReopenableDataset, transform: Transform | None, indices: range | None = None) -> None:
         self._opened = opened
         self._transform = transform
-        self._numbers = range(opened.dataset.count) if numbers is None else numbers
+        self._indices = range(opened.dataset.count) if indices is None else indices
 
     @property
     def dataset(self) -> Dataset:
@@ -223,13 +230,13 @@ class Samples(Sequence[Any]):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether these are all samples, unchanged."""
-        return self._transform is None and self._numbers == range(self._opened.dataset.count)
+        """Return whether these are all samples of the dataset, without a transform."""
+        return self._transform is None and self._indices == range(self._opened.dataset.count)
 
     def pinned(self, pinned: PinnedShards) -> Samples:
-        """Return all samples of the shards that a run has pinned.
+        """Return all samples of the shards that a run has pinned, see shard_digests.py.
 
-        See shard_digests.py. Raises `ShardError` for other shards.
+        Raises `ShardError` for other shards.
         """
         return Samples(self._opened.pinned(pinned), None)
 
@@ -239,37 +246,37 @@ class Samples(Sequence[Any]):
         return self._opened.keys
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._indices)
 
-    def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, slice):
-            return Samples(self._opened, self._transform, self._numbers[which])
-        return self.__getitems__([which])[0]
+    def __getitem__(self, selector: Any) -> Any:
+        if isinstance(selector, slice):
+            return Samples(self._opened, self._transform, self._indices[selector])
+        return self.__getitems__([selector])[0]
 
-    def __getitems__(self, which: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, selectors: Sequence[Any]) -> list[Any]:
         """Return several samples at once, as torch's `DataLoader` requests them."""
-        numbers = [self._number(each) for each in which]
-        refs = np.array([(number, 0) for number in numbers], REF)  # epoch 0
+        epoch = 0
+        refs = np.array([(self._index_in_dataset(selector), epoch) for selector in selectors], REF)
         samples = self.dataset.open_samples(refs)
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
-    def _number(self, which: Any) -> int:
-        """Return the index in the dataset of a sample, by index in this sequence or key.
+    def _index_in_dataset(self, selector: Any) -> int:
+        """Return the index in the dataset of a sample that is selected by key, or by index in this sequence.
 
         Raises IndexError, KeyError, or TypeError for another type.
         """
-        if isinstance(which, str):
-            number = int(self.keys.find([which])[0])
-            if number not in self._numbers:
-                raise KeyError(f"{self.dataset.address}: no sample has the key {which!r}")
-            return number
+        if isinstance(selector, str):
+            index = int(self.keys.find([selector])[0])
+            if index not in self._indices:
+                raise KeyError(f"{self.dataset.address}: no sample has the key {selector!r}")
+            return index
         try:
-            return self._numbers[operator.index(which)]
+            return self._indices[operator.index(selector)]
         except IndexError:
-            raise IndexError(f"{self.dataset.address}: no sample {which}; there are {len(self)}") from None
+            raise IndexError(f"{self.dataset.address}: no sample {selector}; there are {len(self)}") from None
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and int(self.keys.find([key])[0]) in self._numbers
+        return isinstance(key, str) and int(self.keys.find([key])[0]) in self._indices
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))

@@ -1,4 +1,4 @@
-"""`Ref`: origin of an item; the tags of sources in its index."""
+"""`Ref`: ID of an item. Its index includes the tag of its source in a `Blend`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TAGS = 1 << 15
 
 
 class Ref(NamedTuple):
-    """Origin of an item, from which it can be rebuilt identically.
+    """ID of an item, from which it can be rebuilt identically.
 
     Attributes:
         source: A stable hash of the source's name.
         epoch: The epoch in which the sample was read.
         index: The number of the sample in the whole dataset.
-        part: The number of the item among those that a fan-out encoder makes of one sample.
+        part: The number of the item among those that an encoder builds from one sample.
 
     Example:
         >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
@@ -42,14 +42,17 @@ def tag_of(index: int) -> int:
 
 
 def source_counter(index: int, event: str) -> str:
-    """Return the name of the counter of an event for the source of this index."""
+    """Return the name of a counter of a source, such as "source/3/skipped".
+
+    The source is that of this index, and `event` is what is counted.
+    """
     return f"source/{tag_of(index)}/{event}"
 
 
 def skip_counters(reason: str, index: int) -> tuple[str, str]:
-    """Return a stage's counter names for a dropped sample.
+    """Return the names of a stage's two counters for a dropped sample.
 
-    One counts by reason, the other by the source of this index.
+    The first counts by reason, the second by the source of this index.
     """
     return f"skipped/{reason}", source_counter(index, "skipped")
 

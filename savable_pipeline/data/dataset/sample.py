@@ -10,7 +10,7 @@ own sample      jpg, json                       sample["jpg"]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from savable_pipeline.data.dataset.decoding import (
 from savable_pipeline.data.dataset.ref import TAG_SHIFT, Ref, tag_of, untagged
 from savable_pipeline.data.dataset.sample_source import DetachedSample, SampleSource
 from savable_pipeline.data.shards.byte_source import RangeFile, seconds_of
-from savable_pipeline.data.shards.orientation import to_be_turned, turned
+from savable_pipeline.data.shards.orientation import turned, with_orientation
 from savable_pipeline.data.shards.part_types import (
     AUDIO_PARTS,
     IMAGE_PARTS,
@@ -67,8 +67,8 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     Attributes:
         origin: The dataset that the parts are read from.
-        index: The number of the sample in its dataset; its upper bits are the tag of its source in a `Blend`.
-        epoch: The epoch in which it is read.
+        index: The number of the sample in its dataset. The upper bits are the tag of its source in a `Blend`.
+        epoch: The epoch in which the sample is read.
 
     Example:
         >>> sample = next(sp.TarShardReader("shards/", sp.Lane(), shuffle=False))
@@ -111,7 +111,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
 
     @property
     def ref(self) -> Ref:
-        """Return the origin of the sample."""
+        """ID of the sample, by which a resumed run reads it again."""
         return Ref(self.origin.source ^ tag_of(self.index) << TAG_SHIFT, self.epoch, untagged(self.index))
 
     @property
@@ -124,7 +124,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             >>> next(sp.Blend({"web": sp.TarShardReader("shards/", sp.Lane())})).source
             'web'
         """
-        return self.origin.names.get(tag_of(self.index), "")
+        return self.origin.source_names.get(tag_of(self.index), "")
 
     def __getitem__(self, extension: str) -> bytes:
         return self.origin.read(self._shard, self._row, extension)
@@ -191,7 +191,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             is_npy = part_type(extension) == "npy" and found.dtype == np.uint8 and found[:6].tobytes() == MAGIC_PREFIX
             return npy_array(found.data) if is_npy else found
         except (ValueError, OSError) as error:
-            self._note(error, extension)
+            self._add_note(error, extension)
             raise
 
     def open(self, part: str) -> BinaryIO:
@@ -235,7 +235,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         try:
             return decoded_json(decompress_part(extension, self[extension], self.origin.unpacked_bytes))
         except (ValueError, OSError) as error:
-            self._note(error, extension)
+            self._add_note(error, extension)
             raise
 
     def text(self, extension: str | None = None) -> str:
@@ -249,7 +249,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         try:
             return decompress_part(part, self[part], self.origin.unpacked_bytes).decode("utf-8-sig")
         except (ValueError, OSError) as error:
-            self._note(error, part)
+            self._add_note(error, part)
             raise
 
     def image(
@@ -293,10 +293,10 @@ class Sample(msgspec.Struct, gc=False, eq=False):
         try:
             opened = open_image(self[name], name)
             if at_least is None and box is None:
-                return convert_image(turned(*to_be_turned(opened, exif=exif)), mode, background, bits)
+                return convert_image(turned(*with_orientation(opened, exif=exif)), mode, background, bits)
             return image_region(opened, mode, background, bits, at_least=at_least, box=box, exif=exif)
         except (ValueError, OSError) as error:
-            self._note(error, name)
+            self._add_note(error, name)
             raise
 
     def video(self, part: str | None = None) -> Video:
@@ -370,17 +370,17 @@ class Sample(msgspec.Struct, gc=False, eq=False):
             >>> {name: getattr(value, "shape", value) for name, value in sample.decoded().items()}
             {'__key__': 's000000', 'json': {'id': 0}, 'txt': 'picture 0', 'png': (8, 8, 3)}
         """
-        most = self.origin.unpacked_bytes
-        found = {name: decode_part(name, data, most, exif=exif) for name, data in self.items()}
-        return {"__key__": self.key, **found}
+        max_bytes = self.origin.unpacked_bytes
+        values = {name: decode_part(name, data, max_bytes, exif=exif) for name, data in self.items()}
+        return {"__key__": self.key, **values}
 
     def read_from(self, origin: SampleSource) -> Sample:
-        """Return the same sample with another source of its parts.
+        """Return the same sample, which reads its parts from another origin.
 
-        It is for stages that add parts.
+        Stages that add parts use it.
 
         Args:
-            origin: Where the parts are read from.
+            origin: The object to read the parts from.
         """
         return Sample(origin, self._shard, self._row, self.index, self.epoch)
 
@@ -392,7 +392,7 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def _name_of(self, part: str) -> str:
         return f"part {part!r} of {sample_name(self)}"
 
-    def _note(self, error: ValueError | OSError, part: str) -> None:
+    def _add_note(self, error: ValueError | OSError, part: str) -> None:
         """Add a note that names the part to an error of decoding, as the last line of its traceback."""
         if getattr(error, "errno", None) is None:  # an error of the disk would fail again when the key is read
             error.add_note(f"in {self._name_of(part)}")
@@ -410,19 +410,28 @@ class Sample(msgspec.Struct, gc=False, eq=False):
     def __reduce__(self) -> Any:
         origin, names, parts = self.origin, {tag_of(self.index): self.source}, dict(self.items())
         facts = self.key, self.shard, self.offset, parts, origin.field_map, origin.unit, names, origin.unpacked_bytes
+        # a `DetachedSample` ignores the numbers of shard and row, which are 0 here
         return Sample, (DetachedSample(origin.source, *facts), 0, 0, self.index, self.epoch)
 
 
 Mapping.register(Sample)
 
 
+class _JoinedPart(NamedTuple):
+    """Part of a joined sample, by its name in that sample."""
+
+    sample: Sample
+    name: str
+
+
 class JoinedParts(msgspec.Struct, eq=False):
-    """Parts of one sample and of joined samples.
+    """Parts of one sample, its own ones, and of samples joined to it by key.
 
-    `others` has the joined samples by name of their dataset. None means that no sample has this key.
+    `own` is the origin of its own parts. `others` has the joined samples by name of their dataset, and None for a
+    dataset without this key.
 
-    `fault` is the error of reading the key of the own sample. It is raised when a joined part is requested. `skips`
-    says whether samples that lack a joined sample are skipped.
+    `fault` is the error of reading the sample's key. It is raised when a joined part is requested. `skips` says whether
+    samples that lack a joined sample are skipped.
     """
 
     own: SampleSource
@@ -432,10 +441,7 @@ class JoinedParts(msgspec.Struct, eq=False):
 
     @property
     def absent(self) -> str:
-        """Reason why the sample is skipped, or "".
-
-        A stage may have taken it before it was joined.
-        """
+        """Reason to skip the sample, because a dataset lacks its key, or ""."""
         lacking = [name for name, other in self.others.items() if other is None]
         if lacking and self.skips and self.fault is None:
             return f"no such key in {lacking[0]}"
@@ -446,8 +452,8 @@ class JoinedParts(msgspec.Struct, eq=False):
         return self.own.source
 
     @property
-    def names(self) -> Mapping[int, str]:
-        return self.own.names
+    def source_names(self) -> Mapping[int, str]:
+        return self.own.source_names
 
     @property
     def field_map(self) -> FieldMap:
@@ -493,32 +499,32 @@ class JoinedParts(msgspec.Struct, eq=False):
             found = self._find_joined(shard, row, extension)
         except KeyError:
             return False
-        return self.own.has_part(shard, row, extension) if found is None else found[1] in found[0]
+        return self.own.has_part(shard, row, extension) if found is None else found.name in found.sample
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         found = self._find_joined(shard, row, extension)
-        return self.own.read(shard, row, extension) if found is None else found[0][found[1]]
+        return self.own.read(shard, row, extension) if found is None else found.sample[found.name]
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         found = self._find_joined(shard, row, extension)
-        return self.own.array(shard, row, extension) if found is None else found[0].array(found[1])
+        return self.own.array(shard, row, extension) if found is None else found.sample.array(found.name)
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         found = self._find_joined(shard, row, extension)
-        return self.own.open(shard, row, extension) if found is None else found[0].open(found[1])
+        return self.own.open(shard, row, extension) if found is None else found.sample.open(found.name)
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
         found = self._find_joined(shard, row, extension)
-        return self.own.head(shard, row, extension, limit) if found is None else found[0].head(found[1], limit)
+        return self.own.head(shard, row, extension, limit) if found is None else found.sample.head(found.name, limit)
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
         found = self._find_joined(shard, row, part)
-        return self.own.media(shard, row, part, name) if found is None else found[0].media(found[1])
+        return self.own.media(shard, row, part, name) if found is None else found.sample.media(found.name)
 
-    def _find_joined(self, shard: int, row: int, extension: str) -> tuple[Sample, str] | None:
-        """Return the joined sample that has this part, and the part's name in it; None for an own part.
+    def _find_joined(self, shard: int, row: int, extension: str) -> _JoinedPart | None:
+        """Return the joined part that `extension` names, such as "captions.txt", or None for an own part.
 
-        Raises KeyError if no joined sample has it, `ShardError` if the sample has a part of that name itself.
+        Raises KeyError if there is no joined sample, and `ShardError` if the sample also has an own part of that name.
         """
         name, dot, part = extension.partition(".")
         if not dot or name not in self.others:
@@ -530,14 +536,13 @@ class JoinedParts(msgspec.Struct, eq=False):
                 f"the sample has a part {extension!r}, as the joined store has. Rename the store in custom.Join",
                 reason="joined part of the same name",
             )
-        other = self.others[name]
-        if other is None:
+        if (other := self.others[name]) is None:
             raise KeyError(f"no part {extension!r}: {name!r} has no sample with this key")
-        return other, part
+        return _JoinedPart(other, part)
 
 
 def sample_name(sample: Sample) -> str:
-    """Return a sample's key and shard for messages; a folder has no shard to name."""
+    """Return a sample's key and, except in a folder, its shard, for messages."""
     try:
         key = repr(sample.key)
     except (SavableError, OSError):  # the header with the key may be unreadable too

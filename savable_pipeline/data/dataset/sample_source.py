@@ -1,6 +1,6 @@
-"""`SampleSource`: origin of a sample's parts.
+"""`SampleSource`: what a sample reads its parts from.
 
-`DetachedSample` is that of a pickled sample.
+A pickled sample reads them from a `DetachedSample`, which has copies of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class SampleSource(Protocol):
-    """Origin of a sample's parts.
+    """Object that a sample reads its parts from.
 
-    It is a `Dataset`, a `DetachedSample`, or `JoinedParts`.
+    It is a `Dataset`, a `DetachedSample`, or `JoinedParts`. `source_names` has the names of the sources of a `Blend` by
+    tag, for `Sample.source`.
     """
 
     @property
@@ -33,7 +34,7 @@ class SampleSource(Protocol):
     @property
     def unit(self) -> str: ...
     @property
-    def names(self) -> Mapping[int, str]: ...
+    def source_names(self) -> Mapping[int, str]: ...
     @property
     def field_map(self) -> FieldMap: ...
     @property
@@ -55,7 +56,7 @@ class SampleSource(Protocol):
 
 
 class DetachedSample(msgspec.Struct, eq=False):
-    """Replaces the dataset of a pickled sample, and has the parts themselves."""
+    """Parts of a pickled sample, which it reads instead of its dataset."""
 
     source: int
     _key: str
@@ -64,7 +65,7 @@ class DetachedSample(msgspec.Struct, eq=False):
     parts: dict[str, bytes]
     field_map: FieldMap = {}
     unit: str = "byte offset"
-    names: dict[int, str] = {}
+    source_names: dict[int, str] = {}
     unpacked_bytes: int = UNPACKED_BYTES
     on_error: ClassVar[Literal["raise"]] = "raise"
     quarantine: ClassVar[Quarantine | None] = None

@@ -1,4 +1,4 @@
-"""Fingerprint of a run's shards in a state, and its comparison.
+"""Summary of a run's shards in a state, and comparison with current shards.
 
     up to 1,024 shards    [[name, samples, digest], …]
     more                  {"shards": 2500, "samples": …, "last": name, "groups": 3 × 16 bytes, in base64}
@@ -65,12 +65,12 @@ def summary_type(saved: Any) -> Any:
 
 
 def count(saved: Summary) -> int:
-    """Return the number of the shards."""
+    """Return the number of shards in a summary."""
     return len(saved) if isinstance(saved, list) else int(saved["shards"])
 
 
 def sample_count(saved: Summary) -> int:
-    """Return the number of samples in the shards."""
+    """Return the number of samples of the shards in a summary."""
     return sum(int(row[1]) for row in saved) if isinstance(saved, list) else int(saved["samples"])
 
 
@@ -91,8 +91,9 @@ def difference(saved: Summary, shards: ShardList) -> str:
     if not new:
         return f"removed: all {old:,}"
     before, now = msgspec.convert(saved, _Groups).groups, _groups(shards).groups
-    differs = next((at for at in range(0, len(before), _HASH) if before[at : at + _HASH] != now[at : at + _HASH]), 0)
-    first = differs // _HASH * GROUP
+    groups = range(len(before) // _HASH)
+    hash_of = [slice(group * _HASH, (group + 1) * _HASH) for group in groups]
+    first = GROUP * next((group for group in groups if before[hash_of[group]] != now[hash_of[group]]), 0)
     if first >= new:
         return f"removed: {old - new:,} after {shards.names[new - 1]}, up to {saved['last']}"
     last = min(first + GROUP, new) - 1
@@ -109,12 +110,17 @@ def pin(dataset: Dataset, name: str, pinned: PinnedShards) -> Dataset:
     `ShardError` for any other difference.
     """
     current = msgspec.msgpack.encode(summary(dataset.entries))
-    packed = pinned.setdefault(name, current)
-    if current == packed:
+    pinned_summary = pinned.setdefault(name, current)
+    if current == pinned_summary:
         return _with_pinned_media(dataset, name, pinned)
-    known: Summary = msgspec.msgpack.decode(packed)
+    known: Summary = msgspec.msgpack.decode(pinned_summary)
     if not starts_with(dataset.entries, known):
-        raise _changed_error(dataset, known)
+        raise ShardError(
+            f"{dataset.address}: other shards than the {count(known):,} of this run. Restore them and move new ones "
+            f"away\n{difference(known, dataset.entries)}\n"
+            'Shards that sort after all old ones may join: allow={"shards"}',
+            reason="changed shard",
+        )
     known_count = count(known)
     log.warning(
         "%s: %d shards were added since this run started, from %s on, and are not read. To read them, restart and load "
@@ -143,17 +149,9 @@ def _with_pinned_media(dataset: Dataset, name: str, pinned: PinnedShards) -> Dat
     return dataset
 
 
-def _changed_error(dataset: Dataset, known: Summary) -> ShardError:
-    return ShardError(
-        f"{dataset.address}: other shards than the {count(known):,} of this run. Restore them and move new ones away\n"
-        f'{difference(known, dataset.entries)}\nShards that sort after all old ones may join: allow={{"shards"}}',
-        reason="changed shard",
-    )
-
-
 def _groups(shards: ShardList) -> _Groups:
-    begins = range(0, len(shards), GROUP)
-    hashes = b"".join(_hash(shards, begin, min(begin + GROUP, len(shards))) for begin in begins)
+    starts = range(0, len(shards), GROUP)
+    hashes = b"".join(_hash(shards, start, min(start + GROUP, len(shards))) for start in starts)
     return _Groups(len(shards), int(shards.samples.sum()), shards.names[-1] if len(shards) else "", hashes)
 
 
@@ -166,8 +164,8 @@ def _hash(shards: ShardList, first: int, end: int) -> bytes:
 
 
 def _describe_by_name(saved: Sequence[Sequence[Any]], shards: ShardList) -> str:
-    before = {name: rest for name, *rest in saved}
-    now = {name: rest for name, *rest in shards.rows()}
+    before = {name: content for name, *content in saved}
+    now = {name: content for name, *content in shards.rows()}
     changes = {
         "added": sorted(now.keys() - before.keys()),
         "removed": sorted(before.keys() - now.keys()),

@@ -5,6 +5,6 @@
     audio        `Audio`: samples by time
     media_info   facts in the headers, and errors of a file
 
-The files are any that can be read and sought: parts of shards, files named by a table, remote objects. PyAV, of the
-extra `media`, is imported when the first of them is opened.
+A file is any object that can be read and sought: a part of a shard, a file named by a table, or a remote object. PyAV,
+of the extra `media`, is imported when the first file is opened.
 """

@@ -99,7 +99,8 @@ class Clips:
             raise ValueError(f"Clips: pass count= of at least 1, or stride_s, not {self.count!r} and {self.stride_s!r}")
         if self.align not in ("exact", "keyframe"):
             raise ValueError(f'Clips: align must be "exact" or "keyframe", not {self.align!r}')
-        if self.size is not None and not _is_size(self.size):
+        is_pair = isinstance(self.size, tuple | list) and len(self.size) == 2
+        if self.size is not None and not (is_pair and all(isinstance(n, int) and n > 0 for n in self.size)):
             raise ValueError(f"Clips: size must be a width and a height in pixels, not {self.size!r}")
 
     def settings(self) -> dict[str, Any]:
@@ -152,10 +153,6 @@ class Clips:
         return clip
 
 
-def _is_size(size: object) -> bool:
-    return isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
-
-
 class ClipIterator:
     """Iterator over the clips of a sample.
 
@@ -188,35 +185,38 @@ class _Media:
     """Video, audio or both, from which clips are taken."""
 
     def __init__(self, clips: Clips, video: Video | None, audio: Audio | None, rate: int | None) -> None:
-        medium = audio if video is None else video  # the one whose duration counts
+        medium = audio if video is None else video  # its duration limits the clips
         if medium is None:
             raise ValueError("Clips: neither video nor audio. Pass one or both")
         if video is not None and clips.fps is None:
             raise ValueError("Clips: clips of a video need fps=, the frames to take per second")
         self._clips, self._video, self._audio = clips, video, audio
         self._rate = rate or (audio.rate if audio is not None else 0)
-        self._samples = round(clips.length_s * self._rate)
-        if audio is not None and self._samples < 1:
+        self._clip_samples = round(clips.length_s * self._rate)
+        if audio is not None and self._clip_samples < 1:
             raise ValueError(f"Clips: {clips.length_s} s at {self._rate} Hz is less than one sample")
-        self._duration = medium.duration_s
-        if not 0 < self._duration < math.inf:
-            raise MediaError(f"{medium.name}: no clip fits in its {self._duration} s")
-        self._latest_start = max(0.0, self._duration - clips.length_s)
+        self._duration_s = medium.duration_s
+        if not 0 < self._duration_s < math.inf:
+            raise MediaError(f"{medium.name}: no clip fits in its {self._duration_s} s")
+        self._latest_start_s = max(0.0, self._duration_s - clips.length_s)
 
     @property
     def count(self) -> int:
         """Number of clips."""
         clips = self._clips
-        if self._duration < clips.length_s:
+        if self._duration_s < clips.length_s:
             return 1
         if clips.stride_s is None:
             return clips.count or 1
-        return int(self._latest_start / clips.stride_s + _STRIDE_ERROR) + 1
+        return int(self._latest_start_s / clips.stride_s + _STRIDE_ERROR) + 1
 
     def start(self, index: int, rng: Rng) -> float:
-        """Return where the clip of this index starts, in seconds."""
+        """Return where the clip of this index starts, in seconds.
+
+        Without `stride_s`, the start is drawn by `rng`.
+        """
         stride_s = self._clips.stride_s
-        start_s = (index + rng.random()) / self.count * self._latest_start if stride_s is None else index * stride_s
+        start_s = (index + rng.random()) / self.count * self._latest_start_s if stride_s is None else index * stride_s
         if self._video is None:
             return start_s
         self._video.restart_at(start_s)
@@ -228,8 +228,8 @@ class _Media:
         if self._video is not None:
             assert self._clips.fps is not None
             count = round(self._clips.length_s * self._clips.fps)
-            times = np.minimum(start_s + np.arange(count) / self._clips.fps, self._duration)
+            times = np.minimum(start_s + np.arange(count) / self._clips.fps, self._duration_s)
             frames = self._video.frames(times.tolist(), size=self._clips.size)
         if self._audio is not None:
-            audio = self._audio.samples(start_s, start_s + self._samples / self._rate, rate=self._rate)
+            audio = self._audio.samples(start_s, start_s + self._clip_samples / self._rate, rate=self._rate)
         return Clip(start_s, times, frames, audio)

@@ -66,10 +66,10 @@ _EARLY_END_S = Fraction(1, 4)  # seconds by which a stream may end before the ti
 _SEEK_EARLIER_S = (0, 1, 4, 16, 64, 256)  # seconds to seek before a time, until the first decoded frame is early enough
 
 
-def is_turned(file: BinaryIO, track: int) -> bool:
-    """Return whether width and height of a track are exchanged for display.
+def is_quarter_turned(file: BinaryIO, track: int) -> bool:
+    """Return whether a track of an MP4 is displayed rotated by 90° or 270°.
 
-    Raises errors of reading the file.
+    Width and height are then exchanged. Raises errors of reading the file.
     """
     end = file.seek(0, 2)
     for moov in _boxes(file, b"moov", 0, end):
@@ -93,7 +93,7 @@ def _track_matrix(tkhd: bytes) -> tuple[int, int, int] | None:
 
 
 def _boxes(file: BinaryIO, kind: bytes, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the first byte of the contents of each box of a kind, and their end."""
+    """Yield for each box of a kind the offsets where its content starts and ends."""
     for _ in range(_MOST_BOXES):
         if begin + 8 > end:
             return
@@ -117,13 +117,13 @@ def mp3_frame_count(file: BinaryIO) -> int | None:
 
     Each frame has 1,152 samples, or 576 below 32 kHz. Raises errors of reading the file.
     """
-    head = _after_id3(file)
+    head = _bytes_after_id3(file)
     if (found := _XING.search(head)) is not None and found[1][0] & _HAS_FRAMES:
         return int.from_bytes(found[2], "big")
     return None if (found := _VBRI.search(head)) is None else int.from_bytes(found[1], "big")
 
 
-def _after_id3(file: BinaryIO) -> bytes:
+def _bytes_after_id3(file: BinaryIO) -> bytes:
     """Return the first bytes after the ID3 tags of a file."""
     offset = 0
     for _ in range(_MOST_TAGS):
@@ -157,10 +157,7 @@ def ogg_fault(file: BinaryIO) -> str:
 
 
 def _crc(page: bytes) -> int:
-    """Return the CRC-32 with each byte's highest bit first.
-
-    zlib takes the lowest bit first.
-    """
+    """Return the CRC-32 of Ogg, which takes each byte's highest bit first. zlib takes the lowest bit first."""
     found = zlib.crc32(page.translate(_BITS_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{found:032b}"[::-1], 2)
 
@@ -245,9 +242,9 @@ def enable_checksums(stream: Any) -> None:
 
 
 def header_duration(container: Any, stream: Any, file: BinaryIO, origin: Fraction) -> tuple[Fraction | None, bool]:
-    """Return the end of a stream by the headers, in seconds from `origin`, or None.
+    """Return where a stream ends by the headers, in seconds from `origin`, or None.
 
-    The second value says whether the end is this stream's own, and not that of the longest stream.
+    The second value says whether that is the end of this stream, and not of the longest one.
     """
     if _is_estimated(container, stream, file):
         return None, False
@@ -326,12 +323,12 @@ def is_reordered(container: Any, stream: Any) -> bool:
     return has_no_pts(container, stream) and bool(stream.codec_context.has_b_frames)
 
 
-def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> list[Any]:
+def decoded_frames(container: Any, packet: Any, chunk_times: deque[int] | None) -> list[Any]:
     """Return the frames that a packet completes, with their times.
 
-    In a file without times, they are the times of its chunks, including empty ones. `chunks` has the times of chunks
-    whose frames are not decoded yet, because the nth frame shown has the nth time. None: chunks are in the order of
-    frames.
+    A file without display times has one for each chunk, including empty ones. If chunks are in another order than their
+    frames, `chunk_times` has the times of chunks whose frames are not decoded yet, because the nth frame shown has the
+    nth time. Otherwise it is None.
     """
     if not has_no_pts(container, packet.stream):
         found: list[Any] = packet.decode()
@@ -339,15 +336,15 @@ def decoded_frames(container: Any, packet: Any, chunks: deque[int] | None) -> li
         for previous, frame in itertools.pairwise(found if is_adpcm else []):
             if frame.pts is None and previous.pts is not None:
                 frame.pts = previous.pts + round(previous.samples / (previous.sample_rate * previous.time_base))
-    elif chunks is None:  # FFmpeg assumes for H.264 that each frame is shown one chunk later
+    elif chunk_times is None:  # FFmpeg assumes for H.264 that each frame is shown one chunk later
         packet.pts = packet.dts
         found = packet.decode()
     else:
         if packet.size:
-            chunks.append(packet.dts)
+            chunk_times.append(packet.dts)
         found = packet.decode()
         for frame in found:
-            frame.pts = chunks.popleft() if chunks else None
+            frame.pts = chunk_times.popleft() if chunk_times else None
     return found
 
 
@@ -392,7 +389,7 @@ class MediaStream:
         if self.codec.startswith("wma"):
             self.close()
             raise MediaError(f"{self.name}: Windows Media audio {_UNSUPPORTED}")
-        self._at_start = True  # nothing is decoded yet
+        self._has_decoded = False
 
     @property
     def duration_s(self) -> float:
@@ -413,9 +410,9 @@ class MediaStream:
         return self._end
 
     def _check_end(self, reached: Fraction, wanted: Fraction) -> None:
-        """Raise `MediaError` if a stream ends too early, at `reached`.
+        """Raise `MediaError` if the stream ended at `reached`, before its end by the header.
 
-        It ends too early if its header promises more, and `wanted` is after its end.
+        A time after that end may be `wanted`. Both are in seconds.
         """
         file_origin = origin_of(self._container)
         end, is_own = header_duration(self._container, self._stream, self._file, file_origin)
@@ -445,7 +442,7 @@ class MediaStream:
         self.close()
 
     def _nearest_tick(self, time_s: float) -> int:
-        """Return the tick of a time, and allow for a time that was rounded down.
+        """Return the tick of a time in seconds, which may have been rounded down.
 
         Example: on a clock of milliseconds, 12 frames at 24000/1001 Hz are 500.5 ms, which a file may round to 500 or
         501. The start of a range in a table may be a sum of rounded lengths.
@@ -461,30 +458,25 @@ class MediaStream:
         return bool(rate is not None and rate * self._stream.time_base > _LEAST_TICK)
 
     def _ticks(self, time_s: float | Fraction) -> int:
-        """Return a time on the stream's own clock, rounded down."""
+        """Convert a time to ticks of the stream's own clock, rounded down."""
         return int((self._origin + Fraction(time_s)) // self._stream.time_base)
 
     def _time(self, ticks: int) -> Fraction:
-        """Return the time of a tick of the stream's clock."""
+        """Convert ticks of the stream's own clock to a time in seconds."""
         return Fraction(ticks * self._stream.time_base) - self._origin
 
-    def _decoded_from(self, ticks: int) -> Iterator[Any]:
-        """Return the frames from the last seek point at or before `ticks`.
-
-        Without such a point, they start with the first frame.
-        """
+    def _frames_from(self, ticks: int) -> Iterator[Any]:
+        """Return the frames from the last seek point at or before `ticks`, or else from the first frame."""
         begin = self._stream.start_time
         for earlier in _SEEK_EARLIER_S if self._can_seek else ():
             target = ticks - int(earlier / self._stream.time_base)
             if begin is None or target <= begin:
                 break
             frames = self._seek_frames(target)
-            first = next(frames, None)
-            if first is not None and first.pts <= ticks:
+            if (first := next(frames, None)) is not None and first.pts <= ticks:
                 return itertools.chain((first,), frames)
         frames = self._frames_from_start()
-        first = next(frames, None)
-        if first is None:
+        if (first := next(frames, None)) is None:
             raise MediaError(f"{self.name}: no frame of its {self.kind} can be decoded")
         return itertools.chain((first,), frames)
 
@@ -495,7 +487,7 @@ class MediaStream:
 
     def _seek_frames(self, ticks: int) -> Iterator[Any]:
         """Return the frames from a seek point at or before `ticks`, or none."""
-        self._at_start = False
+        self._has_decoded = True
         try:
             self._container.seek(ticks, stream=self._stream)
         except pyav().error.FFmpegError:  # for example beyond the start of the last block of an intact FLAC file
@@ -509,12 +501,12 @@ class MediaStream:
         Not every container can seek to it.
         """
         self._reopen()
-        self._at_start = False
+        self._has_decoded = True
         return self._frames()
 
     def _reopen(self) -> None:
         """Reopen the file, so that earlier decoding has no effect."""
-        if not self._at_start:
+        if self._has_decoded:
             self.close()
             self._file.seek(0)
             self._open()
@@ -557,8 +549,8 @@ class MediaStream:
 
 def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
     """Yield frames. A method would keep the `MediaStream` and its decoder alive."""
-    chunks: deque[int] | None = deque() if is_reordered(container, stream) else None
-    decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunks))
+    chunk_times: deque[int] | None = deque() if is_reordered(container, stream) else None
+    decoded = (frame for packet in container.demux(stream) for frame in decoded_frames(container, packet, chunk_times))
     while True:
         with media_errors(name, f"its {kind} cannot be decoded"):
             frame = next(decoded, None)
@@ -571,9 +563,9 @@ def _frames(container: Any, stream: Any, name: str, kind: str) -> Iterator[Any]:
         yield frame
 
 
-_BEFORE_S = Fraction(1, 4)  # seconds decoded before the start, because a decoder's first frames depend on earlier ones
-_AROUND = 64  # periods of the common clock of two rates to resample around the range, because the filter uses them
-_GAP_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's time
+_PREROLL_S = Fraction(1, 4)  # seconds decoded before the start, because a decoder's first frames depend on earlier ones
+_FILTER_SAMPLES = 64  # samples to resample before and after a range, at least, because the filter uses them
+_CLOCK_ERROR_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's time
 _MOST_SAMPLES = 1 << 30
 _MOST_HZ = 1 << 22  # above any real rate; a damaged header with more would take gigabytes to resample a moment
 _MOST_PLANES = 7  # channels that PyAV passes on in separate memory; with more, it reads beyond the end of a list
@@ -648,30 +640,30 @@ class Audio(MediaStream):
         if count * self.channels > _MOST_SAMPLES:
             raise ValueError(f"{self.name}: {count} samples at once. Read shorter ranges")
         first = round(Fraction(start_s) * self.rate)
-        extra = ceil(_GAP_S * new_rate) if stop_s is None and self._to_file_end else 0
-        decode = self._native if new_rate == self.rate else partial(self._resampled, rate=new_rate)
+        extra = ceil(_CLOCK_ERROR_S * new_rate) if stop_s is None and self._to_file_end else 0
+        decode = self._decode_native if new_rate == self.rate else partial(self._decode_resampled, rate=new_rate)
         found = decode(first, count + extra)
         if extra:  # read to the last decoded sample, unless the audio continues after the end in the header
             end = round((Fraction(self._end_sample or 0, self.rate) - Fraction(start_s)) * new_rate)
             found = found[:, : count if self._end_sample is None or end > count + extra else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
-    def _resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
+    def _decode_resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:
         """Return `count` samples at `rate`, starting at the stream's own sample `first`."""
         common = gcd(rate, self.rate)
-        period, new_period = self.rate // common, rate // common
-        around = -(-_AROUND // period) if period < _AROUND else 1
-        before = around * period
-        native = self._native(first - before, -(-count * self.rate // rate) + 2 * before)
-        resampled = resample(native, self.rate, rate, self.name)[:, around * new_period :][:, :count]
+        period, new_period = self.rate // common, rate // common  # samples after which both clocks agree again
+        margin_periods = -(-_FILTER_SAMPLES // period) if period < _FILTER_SAMPLES else 1
+        margin = margin_periods * period
+        native = self._decode_native(first - margin, -(-count * self.rate // rate) + 2 * margin)
+        resampled = resample(native, self.rate, rate, self.name)[:, margin_periods * new_period :][:, :count]
         found = np.zeros((self.channels, count), np.float32)
         found[:, : resampled.shape[1]] = resampled
         return found
 
-    def _native(self, first: int, count: int) -> NDArray[np.float32]:
-        """Return `count` of the stream's own samples from number `first`.
+    def _decode_native(self, first: int, count: int) -> NDArray[np.float32]:
+        """Return `count` samples from number `first`, which may be negative, at the stream's own rate.
 
-        `first` may be negative. The result is float32 (channels, count).
+        The result is float32 (channels, count), with zeros where there is no audio.
         """
         found = np.zeros((self.channels, count), np.float32)
         end = first + count if self._to_file_end else round(self._duration * self.rate)
@@ -679,17 +671,17 @@ class Audio(MediaStream):
         self._end_sample = None
         for frame in self._frames_before(Fraction(first, self.rate)) if count else ():
             position = round(self._time(frame.pts) * self.rate)
-            if expected is not None and abs(position - expected) <= _GAP_S * self.rate:
+            if expected is not None and abs(position - expected) <= _CLOCK_ERROR_S * self.rate:
                 position = expected  # frames are adjacent, even if a coarse clock differs
             elif expected is not None and self._counts_samples:  # a damaged frame was skipped
                 raise MediaError(f"{self.name}: damaged audio at {expected / self.rate:.3f} s")
             if position >= first + count:
                 break
             block = self._floats(frame)
-            expected = position + block.shape[1]
-            low, high = max(position, first, 0), min(expected, first + count, end)
-            if low < high:
-                found[:, low - first : high - first] = block[:, low - position : high - position]
+            expected = position + block.shape[1]  # position of the next frame
+            start, stop = max(position, first, 0), min(expected, first + count, end)
+            if start < stop:
+                found[:, start - first : stop - first] = block[:, start - position : stop - position]
         else:
             self._end_sample = expected
             if count and self._is_ogg and Fraction(first, self.rate) <= _OGG_S and (fault := ogg_fault(self._file)):
@@ -714,7 +706,7 @@ class Audio(MediaStream):
         # Reopen, because results could depend on earlier ranges: a demuxer learns seek points, and AAC decoders draw
         # noise from a generator.
         self._reopen()
-        return self._decoded_from(self._ticks(max(time, Fraction(0)) - _BEFORE_S))
+        return self._frames_from(self._ticks(max(time, Fraction(0)) - _PREROLL_S))
 
     def _floats(self, frame: Any) -> NDArray[np.float32]:
         """Convert a frame to float32 (channels, samples)."""

@@ -61,11 +61,11 @@ class MediaInfo(msgspec.Struct, frozen=True):
 
 
 def media_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
-    """Read the headers of an image, video or audio. The name of `part` says which.
+    """Read the headers of an image, video or audio with the extension `part`.
 
     For a range of a file, the duration is the range's, and the number of frames is unknown.
 
-    Raises `MediaError`, or ImportError without PyAV. Errors of reading the file pass.
+    Raises `MediaError`, ImportError without PyAV, and the errors of reading the file.
     """
     if part_type(part) in IMAGE_PARTS:
         return _image_info(file, name, part)
@@ -105,15 +105,15 @@ def _image_info(file: BinaryIO, name: str, part: str) -> MediaInfo:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _Progress:
     """Progress in decoding a stream. Times are in seconds from the container's start."""
 
     packets: int = 0
     keyframes: int = 0
     frames: int = 0
-    last: Fraction | None = None  # the time of the last frame
-    end: Fraction = Fraction(0)
-    chunks: deque[int] | None = None  # see `decoded_frames`
+    last: Fraction | None = None  # the start of the last frame
+    end: Fraction = Fraction(0)  # the latest end of a frame
+    chunk_times: deque[int] | None = None  # see `decoded_frames`
 
 
 def media_fault(file: BinaryIO) -> tuple[str, bool]:
@@ -121,7 +121,7 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
 
     The second value says whether it is a long video with a single keyframe.
 
-    Raises ImportError without PyAV. Errors of reading the file pass.
+    Raises ImportError without PyAV, and what reading `file` raises.
     """
     try:
         with open_container(file, "") as container:
@@ -131,13 +131,13 @@ def media_fault(file: BinaryIO) -> tuple[str, bool]:
 
 
 def _container_fault(container: Any, file: BinaryIO) -> tuple[str, bool]:
-    """Return the fault of a file, or "", and whether it is a long video with a single keyframe."""
+    """Decode all of a file, and return the values of `media_fault`."""
     found = {"video": first_stream(container, "video"), "audio": first_stream(container, "audio")}
     streams = {stream.index: (kind, stream) for kind, stream in found.items() if stream is not None}
     if not streams:
         return "unreadable media: neither video nor sound in it", False
-    done = {
-        index: _Stream(chunks=deque() if is_reordered(container, stream) else None)
+    progress = {
+        index: _Progress(chunk_times=deque() if is_reordered(container, stream) else None)
         for index, (_, stream) in streams.items()
     }
     origin = origin_of(container)
@@ -149,29 +149,29 @@ def _container_fault(container: Any, file: BinaryIO) -> tuple[str, bool]:
     with media_errors("", "it cannot be decoded"):
         for packet in container.demux([stream for _, stream in streams.values()]):
             kind, stream = streams[packet.stream.index]
-            if fault := _packet_fault(container, packet, done[stream.index], kind, origin):
+            if fault := _packet_fault(container, packet, progress[stream.index], kind, origin):
                 return fault, False
     for index, (kind, _) in streams.items():
-        duration, own = ends[index]
-        if not done[index].frames:
+        duration, is_own = ends[index]
+        if not progress[index].frames:
             return f"unreadable media: not one frame of its {kind} can be decoded", False
-        if duration is None or not own:
+        if duration is None or not is_own:
             continue
-        if duration - done[index].end > max(_SHORT_S, duration * _SHORT_FRACTION):
-            times = f"{float(done[index].end):.2f} s of {float(duration):.2f} s"
+        if duration - progress[index].end > max(_SHORT_S, duration * _SHORT_FRACTION):
+            times = f"{float(progress[index].end):.2f} s of {float(duration):.2f} s"
             return f"cut short: its {kind} ends after {times} that its header says", False
-    one = any(kind == "video" and done[i].keyframes == 1 and done[i].end > _CLIP_S for i, (kind, _) in streams.items())
-    return "", one
+    videos = [progress[index] for index, (kind, _) in streams.items() if kind == "video"]
+    return "", any(video.keyframes == 1 and video.end > _CLIP_S for video in videos)
 
 
-def _packet_fault(container: Any, packet: Any, done: _Stream, kind: str, origin: Fraction) -> str:
-    """Decode a packet into `done`, and return what is wrong with it, or ""."""
+def _packet_fault(container: Any, packet: Any, done: _Progress, kind: str, origin: Fraction) -> str:
+    """Decode a packet, count it in `done`, and return what is wrong with it, or ""."""
     if packet.size:
         done.packets += 1
         done.keyframes += packet.is_keyframe
         if kind == "video" and done.packets == 1 and not packet.is_keyframe:
             return "missing keyframe: the video does not start with one, so its start cannot be decoded"
-    for frame in decoded_frames(container, packet, done.chunks):
+    for frame in decoded_frames(container, packet, done.chunk_times):
         # a frame of FLAC without a time is damaged, because intact ones have a time
         if frame.is_corrupt or (frame.pts is None and packet.stream.codec_context.name == "flac"):
             return f"unreadable media: a frame of its {kind} is damaged"

@@ -1,16 +1,16 @@
 """`MediaTable`: headers of a dataset's media, stored next to its index.
 
-    .nv-meta/savable.media.index     an index (see index.py), which has of each tar, in words of 8 bytes:
+    .nv-meta/savable.media.index     an index (see index.py), which has for each shard, in words of 8 bytes:
 
     samples n │ rows m │ bytes of names │ starts: uint32 (n + 1,) │ rows: ROW (m,) │ names of parts: MessagePack
 
 The rows from starts[i] to starts[i + 1] belong to sample i: one for each of its parts of a kind in `MEDIA_PARTS`. The
 file is mapped. Opening it reads no row, and finding a row reads only those of its shard. It has size, samples and
-digest of each of its shards, as in the index of the dataset, and is used for no other shards. If a shard was touched
-since, some of its headers are read again.
+digest of each of its shards, as in the index of the dataset, and is used for no other shards. If a shard may have been
+written after the table, some of its headers are read again.
 
-`KnownMedia` asks the table first. Missing values are read from the headers of the part itself and are equal to those of
-a table. So a table may be added to a run or removed. The digest of the values is saved in a state.
+`KnownMedia` looks up a part in the table first. If it is missing there, its headers are read, which yields the same
+values. The digest of a table's values is saved in a state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from savable_pipeline.errors import MediaError, ShardError
 
 KIND = "shown media"  # sizes as displayed; in tables of the kind "media", photos were not rotated
 BROKEN: Literal["broken"] = "broken"  # entry of a part whose headers cannot be read
-Known: TypeAlias = MediaInfo | Literal["broken"]
+HeaderFacts: TypeAlias = MediaInfo | Literal["broken"]
 
 _FLOATS, _INTEGERS = ("duration_s", "fps"), ("frames", "width", "height", "rate", "channels")
 ROW = np.dtype(
@@ -52,7 +52,7 @@ _OPEN_SHARDS = 1024  # most shards whose checked rows are in memory
 
 
 class MediaTable:
-    """Open table of some shards, which have the `numbers` in its index.
+    """Open table of some shards, which have these `numbers` in its index.
 
     Raises `ShardError` if the rows of a shard are damaged.
     """
@@ -72,22 +72,21 @@ class MediaTable:
         """Return the table of the first `shards` shards."""
         return MediaTable(self.path, self._index, self._numbers[:shards])
 
-    def find(self, store: RecordStore, shard: int, row: int, part: str) -> Known | None:
+    def find(self, store: RecordStore, shard: int, row: int, part: str) -> HeaderFacts | None:
         """Return the headers of a part, or None.
 
         The time that this takes does not depend on the table's size.
         """
-        media = self._opened.get(shard)
-        if media is None:
+        if (media := self._opened.get(shard)) is None:
             if len(self._opened) >= _OPEN_SHARDS:
                 self._opened.clear()
             media = self._opened[shard] = self._open_shard(shard)
             media.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
-            self._check_touched(store, shard, media)
+            self._check_rewritten(store, shard, media)
         return media.find(row - media.first_row, part)
 
     def broken(self) -> Iterator[tuple[int, int, str]]:
-        """Yield shard, sample and name of each part whose headers cannot be read.
+        """Yield (shard, sample, name) of each part whose headers cannot be read.
 
         The shard is a number, and the sample its number in the shard.
         """
@@ -104,16 +103,16 @@ class MediaTable:
                 found.setdefault(name, []).append(media.rows[media.rows["part"] == number])
         return {name: np.concatenate(each) for name, each in found.items()}
 
-    def _check_touched(self, store: RecordStore, shard: int, media: _ShardMedia) -> None:
-        """Raise `ShardError` if a shard was rewritten and some of its headers changed."""
+    def _check_rewritten(self, store: RecordStore, shard: int, media: _ShardMedia) -> None:
+        """Raise `ShardError` if a shard was rewritten and its first, middle or last header changed."""
         name = self._index.shards.names[int(self._numbers[shard])]
-        if store.root is None or not is_touched(store.root / name, self.path):
+        if store.root is None or not may_be_newer(store.root / name, self.path):
             return
         numbers = range(len(media.rows))
         for number in {numbers[0], numbers[len(numbers) // 2], numbers[-1]} if numbers else ():
             sample, part = media.part_of(number)
             with contextlib.suppress(ImportError):
-                if headers(store, shard, media.first_row + sample, part) != _info_of(media.rows[number]):
+                if read_headers(store, shard, media.first_row + sample, part) != _info_of(media.rows[number]):
                     raise _mismatch(self.path, f"{name} was rewritten, or PyAV reads it differently now")
 
     def _open_shard(self, shard: int) -> _ShardMedia:
@@ -127,40 +126,43 @@ class MediaTable:
 
 
 class _ShardMedia:
-    """Rows of a shard with `samples` samples.
+    """Rows of the media table for one shard, which has `samples` samples.
 
     Raises ValueError or IndexError if the blob is inconsistent.
     """
 
     def __init__(self, blob: FileBlob, samples: int) -> None:
         count, rows, name_bytes = (int(number) for number in blob[:_HEAD_WORDS])
-        at_rows = _HEAD_WORDS + -(-4 * (count + 1) // 8)
-        at_names = at_rows + rows * ROW.itemsize // 8
-        self.starts = blob[_HEAD_WORDS:at_rows].view("<u4")[: count + 1]
-        self.rows: NDArray[Any] = blob[at_rows:at_names].view(ROW)
-        encoded = blob[at_names:].tobytes()
+        rows_start = _HEAD_WORDS + -(-4 * (count + 1) // 8)
+        names_start = rows_start + rows * ROW.itemsize // 8
+        self.starts = blob[_HEAD_WORDS:rows_start].view("<u4")[: count + 1]
+        self.rows: NDArray[Any] = blob[rows_start:names_start].view(ROW)
+        encoded = blob[names_start:].tobytes()
         self.names = msgspec.msgpack.decode(encoded[:name_bytes], type=list[str])
         self.first_row = 0  # first row of the shard in its store
         self._part_numbers = {name: number for number, name in enumerate(self.names)}
-        valid = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
-        valid = valid and self.starts[0] == 0 and self.starts[-1] == rows and bool((np.diff(self.starts) >= 0).all())
-        if not valid or (rows and int(self.rows["part"].max()) >= len(self.names)):
+        fits = count == samples and len(self.rows) == rows and len(encoded) == -(-name_bytes // 8) * 8
+        ascends = fits and self.starts[0] == 0 and self.starts[-1] == rows and bool((np.diff(self.starts) >= 0).all())
+        if not ascends or (rows and int(self.rows["part"].max()) >= len(self.names)):
             raise ValueError(f"{samples} samples")
 
-    def part_of(self, number: int) -> tuple[int, str]:
-        """Return the sample of a row, and the name of its part."""
-        sample = int(np.searchsorted(self.starts, number, side="right")) - 1
-        return sample, self.names[int(self.rows["part"][number])]
+    def part_of(self, row_number: int) -> tuple[int, str]:
+        """Return the sample and the name of the part that a row of the table is about.
 
-    def find(self, sample: int, part: str) -> Known | None:
+        The sample is its number in the shard.
+        """
+        sample = int(np.searchsorted(self.starts, row_number, side="right")) - 1
+        return sample, self.names[int(self.rows["part"][row_number])]
+
+    def find(self, sample: int, part: str) -> HeaderFacts | None:
         """Return the headers of a part of a sample, by its number in the shard, or None."""
         rows = self.rows[self.starts[sample] : self.starts[sample + 1]]
         found = rows[rows["part"] == self._part_numbers.get(part, -1)]
         return _info_of(found[0]) if len(found) else None
 
 
-def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
-    """Read the headers of a part.
+def read_headers(store: RecordStore, shard: int, row: int, part: str) -> HeaderFacts:
+    """Read the headers of a part, or return `BROKEN`.
 
     Raises the errors of reading the part, and ImportError without PyAV.
     """
@@ -171,7 +173,7 @@ def headers(store: RecordStore, shard: int, row: int, part: str) -> Known:
         return BROKEN
 
 
-def is_touched(shard: Path, table: Path) -> bool:
+def may_be_newer(shard: Path, table: Path) -> bool:
     """Return whether a local shard may have been written after the table."""
     try:
         return FileVersion.of(shard.stat()).newest_ns >= table.stat().st_mtime_ns
@@ -179,26 +181,26 @@ def is_touched(shard: Path, table: Path) -> bool:
         return False
 
 
-def _info_of(row: Any) -> Known:
+def _info_of(row: Any) -> HeaderFacts:
     if row["broken"]:
         return BROKEN
     values: dict[str, Any] = {name: None if np.isnan(row[name]) else float(row[name]) for name in _FLOATS}
     return MediaInfo(**values, **{name: None if row[name] == -1 else int(row[name]) for name in _INTEGERS})
 
 
-def pack_rows(samples: Iterable[Iterable[tuple[str, Known]]]) -> bytes:
-    """Pack the rows of a shard from the media parts of each sample, in order."""
+def pack_rows(samples: Iterable[Iterable[tuple[str, HeaderFacts]]]) -> bytes:
+    """Pack the rows of a shard: names and headers of each sample's media parts."""
     starts, rows, names = [0], bytearray(), dict[str, int]()
     for sample in samples:
-        for part, known in sample:
+        for part, facts in sample:
             row = np.zeros(1, ROW)
-            info = MediaInfo() if known == BROKEN else known
+            info = MediaInfo() if facts == BROKEN else facts
             for field in (*_FLOATS, *_INTEGERS):
                 value = getattr(info, field)
                 unknown = np.nan if field in _FLOATS else -1
                 row[field] = unknown if value is None else value
             row["part"] = names.setdefault(part, len(names))
-            row["broken"] = known == BROKEN
+            row["broken"] = facts == BROKEN
             rows += row.tobytes()
         starts.append(len(rows) // ROW.itemsize)
     encoded = msgspec.msgpack.encode(list(names))
@@ -245,9 +247,9 @@ def _shard_numbers(index: BlobIndex, shards: ShardList) -> Rows:
     changed = np.flatnonzero(~(same & (indexed.digests[numbers] == shards.digests)))
     if len(changed):
         raise ValueError(f"{shards.names[int(changed[0])]} was rewritten")
-    unread = next((number for number in numbers.tolist() if number in indexed.faults), None) if indexed.faults else None
-    if unread is not None:
-        raise ValueError(f"{indexed.names[unread]} could not be read at that time")
+    faulty = next((number for number in numbers.tolist() if number in indexed.faults), None) if indexed.faults else None
+    if faulty is not None:
+        raise ValueError(f"{indexed.names[faulty]} could not be read at that time")
     return numbers
 
 
@@ -275,7 +277,7 @@ class KnownMedia:
         return KnownMedia(self._store, self._shards, tables=False)
 
     def settings(self) -> dict[str, str]:
-        """Return the hash of the values, on which a state must agree."""
+        """Return the digest of the table for a state, or {} without a table."""
         return {} if self.table is None else {self.table.field: self.table.digest}
 
     def media(self, shard: int, row: int, part: str, name: str) -> MediaInfo:
@@ -330,5 +332,5 @@ def _most_frequent(values: NDArray[Any], format_value: Any) -> str:
         return ""
     distinct, counts = np.unique(values, return_counts=True)
     best = int(counts.argmax())
-    share = f" ({counts[best] / len(values):.0%})" if len(distinct) > 1 else ""
-    return f"{format_value(distinct[best].item())}{share}"
+    fraction = f" ({counts[best] / len(values):.0%})" if len(distinct) > 1 else ""
+    return f"{format_value(distinct[best].item())}{fraction}"

@@ -17,7 +17,7 @@ from savable_pipeline.data.media.container import (
     MediaStream,
     displayed_frames,
     is_mp4,
-    is_turned,
+    is_quarter_turned,
     media_errors,
     pyav,
     restoring_position,
@@ -150,18 +150,17 @@ class Video(MediaStream):
     def restart_at(self, time_s: float) -> None:
         """Decode the next frames as if nothing had been decoded before.
 
-        So whether damage before this time is met does not depend on earlier requests.
+        Whether damage before this time raises an error then does not depend on earlier requests.
 
         Args:
             time_s: The time of the next frame, in seconds.
         """
-        point = self._point_at(self._nearest_tick(float(time_s)))
-        if point is None:
+        if (entry := self._seek_entry_at(self._nearest_tick(float(time_s)))) is None:
             self._reopen()
-        if point is None or point != self._start_entry:
+        if entry is None or entry != self._start_entry:
             self._decoder, self._current = iter(()), None
 
-    def _point_at(self, ticks: int) -> int | None:
+    def _seek_entry_at(self, ticks: int) -> int | None:
         """Return the index entry from which decoding starts for a time.
 
         Without an index of all frames, return None.
@@ -173,7 +172,8 @@ class Video(MediaStream):
     @cached_property
     def _frame_ticks(self) -> Sequence[int]:
         """Return the time of each frame of the range, in ticks."""
-        begin, end = self._first_tick(Fraction(0)), None if self._to_file_end else self._first_tick(self._duration)
+        begin = self._first_tick(Fraction(0))
+        end = None if self._to_file_end else self._first_tick(self._duration)
         ticks = self._even_ticks() or [time for time, _ in self._packet_times()]
         self._decoder, self._current = iter(()), None
         return [time for time in ticks if time >= begin and (end is None or time < end)]
@@ -240,9 +240,9 @@ class Video(MediaStream):
         return bool((ticks - self._next.pts) * self._stream.time_base > _FORWARD_S)
 
     def _seek(self, ticks: int) -> None:
-        self._current = None  # unset until the next frames are decoded, so that no old frame remains after an error
-        self._start_entry = self._point_at(ticks)
-        self._decoder = self._decoded_from(ticks)
+        self._current = None  # so that no old frame remains if decoding raises an error
+        self._start_entry = self._seek_entry_at(ticks)
+        self._decoder = self._frames_from(ticks)
         self._set_current(next(self._decoder))
 
     def _advance(self) -> None:
@@ -250,6 +250,7 @@ class Video(MediaStream):
         self._set_current(shown)
 
     def _set_current(self, frame: Any) -> None:
+        """Set the current frame, and decode the one after it."""
         self._next = next(self._decoder, None)
         if self._next is not None and self._next.pts < frame.pts:  # files may have been joined here
             begin, end = (float(self._time(each.pts)) for each in (frame, self._next))
@@ -285,22 +286,22 @@ def display_size(container: Any, stream: Any, file: BinaryIO) -> tuple[int, int]
     if not is_mp4(container):
         return width, height
     with restoring_position(file):
-        return (height, width) if is_turned(file, stream.id) else (width, height)
+        return (height, width) if is_quarter_turned(file, stream.id) else (width, height)
 
 
 def _write_frame(out: NDArray[np.uint8], frame: Any, name: str, *, pixels: tuple[int, int] | None) -> None:
     """Write a frame to `out`, uint8 (3, height, width), rotated for display.
 
-    It is resized to `pixels`.
+    It is resized to the width and height `pixels`, unless they are None.
     """
     if frame.format.name.startswith("gray") and frame.format.components[0].bits > 8:
         raise MediaError(f"{name}: {frame.format.name} has over 8 bits. Decode sample.open(part) with PyAV")
-    turns = round(frame.rotation / 90) % 4
+    quarter_turns = round(frame.rotation / 90) % 4
     width, height = pixels or (None, None)
-    if turns % 2:
+    if quarter_turns % 2:
         width, height = height, width
     for channel, rows in enumerate(_channels(frame, width, height)):
-        turned = np.rot90(rows, turns)
+        turned = np.rot90(rows, quarter_turns)
         if turned.shape != out.shape[1:]:
             found, expected = (f"{width} × {height} pixels" for height, width in (turned.shape, out.shape[1:]))
             raise MediaError(f"{name}: a frame of {found} in a video of {expected}. Pass size=, or drop it")
@@ -317,7 +318,7 @@ def _channels(frame: Any, width: int | None, height: int | None) -> list[NDArray
         pixels = _rows(packed.planes[0], packed.height, 3 * packed.width).reshape(packed.height, packed.width, 3)
         return [pixels[..., channel] for channel in range(3)]
     planar = frame.reformat(width=width, height=height, format="gbrp", interpolation=interpolation, threads=1)
-    # planes of red, green and blue, which are stored as green, blue, red
+    # The planes are green, blue and red.
     return [_rows(planar.planes[number], planar.height, planar.width) for number in (2, 0, 1)]
 
 
@@ -327,7 +328,7 @@ def _rows(plane: Any, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def _bicubic() -> Any:
-    """Return bicubic resizing with exact rounding, equal on every processor."""
+    """Return PyAV's flags for bicubic resizing that gives the same pixels on every processor."""
     kinds = pyav().video.reformatter.Interpolation
     return kinds.BICUBIC | kinds.ACCURATE_RND | kinds.BITEXACT
 

@@ -1,6 +1,6 @@
-"""Files of the node's cache: owned by this user, and no links.
+"""Files of the node's cache, which must belong to this user and be no links.
 
-So no other user can make this process write to another file.
+Otherwise another user could make this process write to a file outside the cache.
 
     CACHE/UID/…               CACHE may be a link, and open to all. UID is private to its user (0700)
     VERSION/N.pin             the ETag of the rows of shard number N, with a checksum
@@ -64,7 +64,10 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def private_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file of this user and return its descriptor. See `open_private`."""
+    """Open a file of this user, as `os.open` does, and return its descriptor.
+
+    See `open_private`.
+    """
     path = Path(path)
     safe_flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would block
     try:
@@ -168,8 +171,8 @@ def flock(file: int | IO[Any], operation: int) -> None:
 def range_lock(fd: int, start: int, stop: int, *, wait: bool = True) -> Iterator[None]:
     """Lock the bytes `start` to `stop - 1` of an open file.
 
-    If they are locked already, it waits, or raises BlockingIOError without `wait`. The lock belongs to the descriptor,
-    and ends when the process dies. Each thread needs a descriptor of its own.
+    If another descriptor has locked some of them, it waits, or raises BlockingIOError without `wait`. The lock belongs
+    to the descriptor, and ends when the process dies. Each thread needs a descriptor of its own.
     """
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     with requiring_locks("the cache of remote shards", _OTHER_FOLDER, RemoteError):

@@ -25,7 +25,7 @@ from savable_pipeline.errors import ShardError
 
 DEFAULT_BYTES = 256 << 30
 _FREE_FRACTION = 0.8  # default limit, as a fraction of the disk's free space
-PREFETCH_SHARE = 0.75  # most of the cache for samples requested in advance; the rest is for those needed now
+PREFETCH_FRACTION = 0.75  # of the cache, at most, for samples requested in advance; the rest is for those needed now
 _PAUSE_S = 0.2  # between two evictions for samples requested in advance
 _LOW_WATER = 0.9  # an eviction frees more than requested, to this fraction of the goal, so that evictions are rare
 
@@ -38,8 +38,7 @@ def cache_folder(folder: str | os.PathLike[str] | None) -> Path:
     chosen = folder or os.environ.get("SAVABLE_CACHE")
     if chosen:
         return private_folder(Path(chosen).absolute() / str(os.geteuid()))
-    cache = user_cache()
-    if cache is None:
+    if (cache := user_cache()) is None:
         raise ValueError("this user has no home folder for a cache of remote shards. Pass cache=, or set SAVABLE_CACHE")
     return private_folder((cache / "savable_pipeline" / "shards").absolute() / str(os.geteuid()))
 
@@ -95,7 +94,7 @@ class CacheSpace:
 
         Only used samples are evicted for it.
         """
-        limit = int(self._limit * PREFETCH_SHARE) - size
+        limit = int(self._limit * PREFETCH_FRACTION) - size
         with self._locked():
             in_use = self._in_use()
             if in_use > limit and time.monotonic() >= self._full_until:
@@ -130,17 +129,21 @@ class CacheSpace:
         os.pwrite(self._fd, raw + xxh3_64_digest(raw), 0)
 
     def _evict_to(self, goal: int, needed: bool) -> int:
-        """Evict until the files take `goal` bytes; return the bytes in use afterwards."""
-        files = sorted(_files(self._cache), key=lambda one: self._last_use(*one))
-        blocks = {path: stat.st_blocks for path, stat in files}
-        in_use = self._evict(blocks, goal, int(goal * _LOW_WATER), wanted=False)
-        return self._evict(blocks, goal, goal, wanted=True) if needed else in_use
+        """Evict until the files take `goal` bytes, and return the bytes in use.
 
-    def _evict(self, blocks: dict[Path, int], above: int, goal: int, *, wanted: bool) -> int:
+        Only if the space is `needed` now, unused samples that were requested in advance are evicted too.
+        """
+        files = sorted(_files(self._cache), key=lambda file: self._last_use(*file))
+        blocks = {path: stat.st_blocks for path, stat in files}
+        in_use = self._evict(blocks, goal, int(goal * _LOW_WATER), also_unused=False)
+        return self._evict(blocks, goal, goal, also_unused=True) if needed else in_use
+
+    def _evict(self, blocks: dict[Path, int], above: int, goal: int, *, also_unused: bool) -> int:
         """If the files take more than `above` bytes, evict until they take `goal`.
 
-        With `wanted`, samples that were requested in advance are evicted too. `blocks` has the number of blocks of 512
-        bytes of each file. It is updated here, because other processes write in the meantime. Returns the bytes in use.
+        With `also_unused`, samples that were requested in advance and not used yet are evicted too. `blocks` has the
+        number of blocks of 512 bytes of each file. It is updated here, because other processes write in the meantime.
+        Returns the bytes in use.
         """
         in_use = 512 * sum(blocks.values()) + self._pending
         if in_use <= above:
@@ -148,10 +151,10 @@ class CacheSpace:
         for path, remaining in blocks.items():
             if in_use <= goal:
                 break
-            cached = self._cached(path.parent)
-            if cached is not None:
+            if (cached := self._cached(path.parent)) is not None:
                 with contextlib.suppress(FileNotFoundError), open_private(path, "r+b") as file:
-                    cached.evict(int(path.stem), file.fileno(), wanted=wanted or not is_protected(path.parent))
+                    unused_too = also_unused or not is_protected(path.parent)
+                    cached.evict(int(path.stem), file.fileno(), also_unused=unused_too)
                     remaining = os.fstat(file.fileno()).st_blocks
             elif (path.parent / "flags").exists() and not is_protected(path.parent):  # damaged, or of another release
                 path.unlink(missing_ok=True)
@@ -166,7 +169,7 @@ class CacheSpace:
         return stat.st_mtime if cached is None else float(cached.touched[int(path.stem)])
 
     def _cached(self, folder: Path) -> ShardCache | None:
-        """Return the shard cache in this folder; None if it is missing or damaged."""
+        """Return the shard cache in this folder, or None if it is missing or damaged."""
         try:
             if folder not in self._caches or not self._caches[folder].is_current():
                 self._caches[folder] = ShardCache(folder)

@@ -41,16 +41,16 @@ _AHEAD_THREADS = 14  # most threads that serve requests in advance
 
 
 class SameContent:
-    """Finds the bytes of files that are being read in other cached versions."""
+    """Copies rows of a file from a cached version with the same content."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Path, dict[str, list[tuple[ShardCache, int]]]] = {}  # shards of a version, by content
 
     def copy(self, cached: ShardCache, row: int, stop: int, content: str, write: Write) -> bool:
-        """Pass the bytes of rows to `write`, and return whether a version has all of them.
+        """Pass the bytes of rows to `write`, and return whether a version has them.
 
-        The rows are of one file with this hash of its `content`.
+        The rows belong to one file, and `content` is the hash of the file.
         """
         shard = cached.shard_of(row)
         extent = begin, past = cached.extent(row, stop)
@@ -89,7 +89,10 @@ class SameContent:
 
 @dataclass(slots=True, order=True)
 class QueuedRequest:
-    """Request, ordered by urgency and arrival. `size` is its bytes, if known."""
+    """Request, ordered by urgency and arrival.
+
+    `ticket` is 0 if no reader waits for the result. `size` is the number of bytes of its rows, or 0.
+    """
 
     urgency: int
     number: int
@@ -135,28 +138,29 @@ class RequestQueue:
             self._changed.notify()
 
     def _may_start(self) -> bool:
+        """Return whether the first waiting request may start now."""
         if not self._waiting:
             return False
         first = self._waiting[0]
         if first.urgency == Urgency.NOW or not self._started:
             return True
         requested = sum(self._started.values()) + self._part_bytes(first)
-        return len(self._started) < self._most_threads and requested <= self._pace.at_once
+        return len(self._started) < self._most_threads and requested <= self._pace.bytes_at_once
 
     def _part_bytes(self, request: QueuedRequest) -> int:
         """Return the number of bytes of the next part of a request."""
-        return min(request.size, self._pace.request)
+        return min(request.size, self._pace.request_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Remaining work of a partly served request.
+class RemainingRows:
+    """Remaining work of a request for rows.
 
-    `arguments` request the remaining rows. `served` says whether none of these is needed.
+    `arguments` are those of a request for the remaining rows. `needs_none` says whether no reader waits for them.
     """
 
     arguments: tuple[Any, ...]
-    served: bool
+    needs_none: bool
 
 
 class Downloads:
@@ -188,7 +192,7 @@ class Downloads:
             size, _ = self._store.stat(root, "README.md") or (0, "")
             return self.part(root, "README.md", size, 0, size) if 0 < size <= PIECE else b""
 
-        return shared_answer(self._cache, f"{root} card", read_card, bytes, lasts=True)
+        return shared_answer(self._cache, f"{root} card", read_card, bytes, permanent=True)
 
     def stat(self, root: str, name: str, needed: bool = False) -> tuple[int, str] | None:
         """Return size and stamp of an object, or None if there is none.
@@ -230,8 +234,7 @@ class Downloads:
 
     def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
         """Fetch the rows of these shards of a partly cached index."""
-        parts = self._version(folder).layout.parts
-        if parts is not None:
+        if (parts := self._version(folder).layout.parts) is not None:
             get = partial(self.part_of, root, parts.name, parts.bytes, parts.pin)
             parts.fetch(root, shards, lambda start, stop: get(start, stop)[0], self._write)
 
@@ -245,12 +248,12 @@ class Downloads:
         """Upload a file as an object."""
         self._store.upload(root, name, Path(path))
 
-    def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> Rest | None:
+    def rows(self, root: str, folder: str, row: int, stop: int, needed: list[int], wait: bool) -> RemainingRows | None:
         """Download some of the rows `row` to `stop - 1` of a shard that are not cached.
 
-        It starts at the first `needed` row. If there is no space for all, it downloads only the needed rows. Rows that
-        another process is downloading are left to that process. With `wait`, it waits for the needed ones. Returns the
-        remaining work, or None.
+        The download starts at the first `needed` row. If there is no space for all rows, only the needed ones are
+        downloaded. Rows that another process is downloading are skipped, or if they are needed, awaited with `wait`.
+        Returns the remaining work, or None.
         """
         cached = self._version(folder)
         absent = cached.missing(row, stop)
@@ -268,19 +271,19 @@ class Downloads:
         if not needed and end == stop:
             return None
         rest = [one for one in needed if not first <= one < end]
-        return Rest((root, folder, row if needed else end, stop, rest, wait), served=not rest)
+        return RemainingRows((root, folder, row if needed else end, stop, rest, wait), needs_none=not rest)
 
     def _next_rows(self, cached: ShardCache, absent: list[tuple[int, int]], needed: list[int]) -> tuple[int, int]:
-        """Return the rows to request next, first and end, from the `absent` runs of rows.
+        """Return the first row to request next, and the end, from the `absent` runs of rows.
 
-        It starts at the first `needed` row, or the first absent one.
+        The first row is the first `needed` one, or else the first absent one.
         """
         first = needed[0] if needed else absent[0][0]
         end = next(end for _, end in absent if first < end)
         start, past = cached.extent(first, end)
-        if past - start <= self.pace.request:
+        if past - start <= self.pace.request_bytes:
             return first, end
-        after = cached.layout.row_from(cached.shard_of(first), start + self.pace.request + 1)
+        after = cached.layout.row_from(cached.shard_of(first), start + self.pace.request_bytes + 1)
         return first, max(first + 1, min(after, end) - 1)
 
     def forget(self, folder: str) -> None:
@@ -299,7 +302,7 @@ class Downloads:
 
         Rows that another process downloaded in the meantime are skipped.
         """
-        without_others = list[tuple[int, int]]()
+        only_needed = list[tuple[int, int]]()  # runs of needed rows, where there is no space for all
         for first, end in cached.missing(row, stop):
             start, past = cached.extent(first, end)
             if self._space.try_reserve(past - start):
@@ -310,8 +313,8 @@ class Downloads:
                     if not isinstance(error.__cause__, OSError):  # the error is not of the disk
                         raise
             cached.used[first:end] = NO_SPACE
-            without_others += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
-        for first, end in without_others:
+            only_needed += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
+        for first, end in only_needed:
             start, past = cached.extent(first, end)
             self._space.reserve(past - start)
             self._download_reserved(root, cached, fd, first, end)
@@ -356,15 +359,15 @@ class Downloads:
         if not is_hub(root):
             return ""
         entry = cached.shards[cached.shard_of(row)]
-        found = self._store.stat(root, entry.name)
-        if found is None or found[0] != entry.size:
+        size, content = self._store.stat(root, entry.name) or (-1, "")
+        if size != entry.size:
             return ""
-        return found[1] if self._same.copy(cached, row, stop, found[1], write) else ""
+        return content if self._same.copy(cached, row, stop, content, write) else ""
 
     def _copy(self, root: str, entry: ShardEntry, write: Write, start: int, stop: int, version: str) -> str:
         """Pass bytes of a shard to `write`, and return the shard's version on the server."""
         while start < stop:
-            end = min(start + self.pace.request, stop)
+            end = min(start + self.pace.request_bytes, stop)
             version = self._store.copy(root, entry.name, start, end, entry.size, write, version)
             start = end
         return version
@@ -396,37 +399,37 @@ class Requests:
 
     def put(self, urgency: int, ticket: int, kind: str, arguments: tuple[Any, ...]) -> None:
         """Add a request. Equally urgent ones are served in the order of arrival."""
-        size = _result(self._downloads.size_of, arguments) if kind == "rows" else 0
+        size = _result_or_error(self._downloads.size_of, arguments) if kind == "rows" else 0
         known = size if isinstance(size, int) else 0  # an error is raised again when the request is served
         self._queue.put(QueuedRequest(urgency, next(self._numbers), ticket, kind, arguments, known))
 
     def _serve(self) -> None:
         while True:
             request = self._queue.get()
-            result = _result(getattr(self._downloads, request.kind), request.arguments)
+            result = _result_or_error(getattr(self._downloads, request.kind), request.arguments)
             self._queue.done(request)
-            if isinstance(result, Rest):
+            if isinstance(result, RemainingRows):
                 self._requeue(request, result)
             elif request.ticket:
                 self._send(request.ticket, result)
 
-    def _requeue(self, request: QueuedRequest, rest: Rest) -> None:
-        """Requeue the rest of a request.
+    def _requeue(self, request: QueuedRequest, remaining: RemainingRows) -> None:
+        """Requeue the remaining part of a request.
 
-        Once the needed rows are cached, the reader gets its answer, and the rest is less urgent.
+        Once the needed rows are cached, the reader gets its answer, and the remaining rows are less urgent.
         """
-        if request.ticket and rest.served:
+        if request.ticket and remaining.needs_none:
             self._send(request.ticket, None)
-            self.put(Urgency.SOON, 0, request.kind, rest.arguments)
+            self.put(Urgency.SOON, 0, request.kind, remaining.arguments)
         else:
-            self._queue.put(replace(request, arguments=rest.arguments))
+            self._queue.put(replace(request, arguments=remaining.arguments))
 
     def _send(self, ticket: int, result: Any) -> None:
         with self._sending, contextlib.suppress(OSError):
             self._connection.send((ticket, result))
 
 
-def _result(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _result_or_error(act: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return what `act` returns, or the error to send if it raises one."""
     try:
         return act(*arguments)
@@ -445,7 +448,7 @@ def serve(connection: Connection, requests: Iterator[Any], cache: str, limit: in
 
     If the cache cannot be used, the answer to the first request is that error.
     """
-    downloads = _result(Downloads, (cache, limit, retry_s))
+    downloads = _result_or_error(Downloads, (cache, limit, retry_s))
     served = Requests(downloads, connection) if isinstance(downloads, Downloads) else None
     for urgency, request in requests:
         if served is not None:

@@ -3,7 +3,7 @@
     hf://datasets/ORG/NAME@REVISION     dataset_info      ──▶ the commit            once for processes that ask together
     hf://datasets/ORG/NAME@COMMIT/PATH  list_repo_tree    ──▶ names, sizes, hashes   once a node: CACHE/listings/HASH
     …/FILE                              HEAD of /resolve/ ──▶ a URL in a store on another host, signed for about an
-                                                              hour; for a small file, one on the Hub itself
+                                                              hour; for a small file, a URL on the Hub itself
 
 The library `huggingface_hub` sends these requests, with the token, which only the Hub gets. If the Hub answers 429 with
 a time, all processes of the node wait until then. CACHE/hub/wait has that time, in seconds since 1970.
@@ -37,7 +37,7 @@ from savable_pipeline.errors import RemoteError, ShardError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_LONGEST_WAITS_S = 3600.0  # most seconds that one request waits for a Hub that answers 429
+_MOST_WAITING_S = 3600.0  # seconds that one request waits at most, in all, for a Hub that answers 429
 _RESET = re.compile(r";\s*t\s*=\s*(\d+)")  # seconds until the window ends, in the header RateLimit
 _MOST_FILES = 1024  # download URLs in memory
 
@@ -77,9 +77,9 @@ class Hub:
     def listing(self, root: str) -> Listing:
         """Return every file below `root`, with relative names and hashes as stamps."""
         if root not in self._listings:
-            lasts = HubAddress.of(root).is_fixed
-            found = self._share_answer(root, lambda: _tree(root), Listing, lasts=lasts)
-            if not lasts:
+            permanent = HubAddress.of(root).is_fixed
+            found = self._share_answer(root, lambda: _list_files(root), Listing, permanent=permanent)
+            if not permanent:
                 return found
             self._listings[root] = found
         return self._listings[root]
@@ -89,11 +89,10 @@ class Hub:
         return self.listing(root).find(name)
 
     def file(self, root: str, name: str) -> HubFile:
-        """Return the download URL of a file. It is remembered until `forget`."""
+        """Return the download URL of a file, which is requested once until `forget`."""
         with self._in_progress[root, name]:
-            found = self._files.get((root, name))
-            if found is None:
-                found = self._send_politely(f"{root}/{name}", lambda: self._locate(root, name))
+            if (found := self._files.get((root, name))) is None:
+                found = self._send_paced(f"{root}/{name}", lambda: self._request_url(root, name))
                 if len(self._files) >= _MOST_FILES:
                     self._files.clear()
                 self._files[root, name] = found
@@ -103,14 +102,14 @@ class Hub:
         """Forget the download URL of a file, which no longer works."""
         self._files.pop((root, name), None)
 
-    def _locate(self, root: str, name: str) -> HubFile:
+    def _request_url(self, root: str, name: str) -> HubFile:
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
-        stat = self.stat(root, name)
-        if stat is None:
+        if (stat := self.stat(root, name)) is None:
             raise _not_found(f"{root}/{name}")
-        address, (_, content) = HubAddress.of(root), stat
+        _, content = stat
+        address = HubAddress.of(root)
         url = hf_hub_url(address.repo, address.below(name), repo_type="dataset", revision=address.revision)
         found = get_hf_file_metadata(url, timeout=self._timeout_s)
         if found.etag and len(found.etag) == len(content) and found.etag != content:
@@ -123,13 +122,13 @@ class Hub:
         token = build_hf_headers().get("authorization", "") if is_on_hub else ""
         return HubFile(target, token, content)
 
-    def _share_answer(self, address: str, send: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+    def _share_answer(self, address: str, send: Callable[[], T], kind: type[T], *, permanent: bool = False) -> T:
         from huggingface_hub import constants
 
         question = f"{constants.ENDPOINT} {address}"
-        return shared_answer(self._cache, question, lambda: self._send_politely(address, send), kind, lasts=lasts)
+        return shared_answer(self._cache, question, lambda: self._send_paced(address, send), kind, permanent=permanent)
 
-    def _send_politely(self, address: str, send: Callable[[], T]) -> T:
+    def _send_paced(self, address: str, send: Callable[[], T]) -> T:
         """Call `send` when the node may send requests, and again after each answer 429."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -141,11 +140,10 @@ class Hub:
             except OfflineModeIsEnabled as error:
                 raise RemoteError(f"{address}: not cached, and HF_HUB_OFFLINE is set. Unset it") from error
             except HfHubHTTPError as error:
-                pause_s = _pause_of(error)
-                if pause_s is None:
+                if (pause_s := _pause_of(error)) is None:
                     raise _final_error(address, error) from error
                 waited += pause_s
-                if waited > _LONGEST_WAITS_S:
+                if waited > _MOST_WAITING_S:
                     raise RemoteError(
                         f"{address}: the Hub answers 429, too many requests, after {waited - pause_s:g} s of waiting. "
                         "Set HF_TOKEN for a higher limit, or download the dataset\n"
@@ -159,7 +157,7 @@ class Hub:
         with contextlib.suppress(OSError, ValueError):
             while True:
                 wait_s = float(self._wait_file().read_text()) - time.time()
-                if not 0 < wait_s <= _LONGEST_WAITS_S:
+                if not 0 < wait_s <= _MOST_WAITING_S:
                     return
                 # random, so that processes do not wake at the same instant
                 time.sleep(wait_s + SystemRandom().uniform(0, min(1.0, wait_s / 10)))
@@ -178,7 +176,7 @@ class Hub:
         return private_folder(self._cache / "hub") / "wait"
 
 
-def _tree(root: str) -> Listing:
+def _list_files(root: str) -> Listing:
     """List the files below an address, page by page."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile

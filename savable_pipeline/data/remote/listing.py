@@ -4,10 +4,10 @@ A million of them take about 100 MB. Looking up a name takes as much again, for 
 
 If several processes of a node send the same request to a server at the same time, such as a listing, it is sent once:
 
-    CACHE/listings/HASH   the last answer; locked while one process asks
+    CACHE/listings/HASH   the last answer; locked while one process sends the request
 
-A process that had to wait uses the answer of the process before it. A later process sends the request again, because
-objects may have been added. An answer that `lasts`, such as one about a commit, is never requested again.
+A process that had to wait for the lock uses the answer of the process before it. A later process sends the request
+again, because objects may have been added. A permanent answer, such as one about a commit, is never requested again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from savable_pipeline.data.shards.shard_list import Rows, ShardNames
 from savable_pipeline.errors import ShardError
 
 T = TypeVar("T")
-SECOND_OF = "at "  # prefix of a stamp that is a time; an object replaced within the same second has the same stamp
+TIME_PREFIX = "at "  # of a stamp that is a time; an object replaced within the same second has the same stamp
 
 
 class Listing(msgspec.Struct, frozen=True, dict=True):
@@ -53,13 +53,13 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         Raises `ShardError` for a zero byte.
         """
         names, sizes, stamps = bytearray(), array("q"), bytearray()
-        last, in_order = "", True
+        previous, in_order = "", True
         for name, size, stamp in objects:
             names += _zero_terminated(name)
             sizes.append(size)
             stamps += _zero_terminated(stamp)
-            in_order &= last <= name
-            last = name
+            in_order &= previous <= name
+            previous = name
         listing = cls(bytes(names), sizes.tobytes(), bytes(stamps))
         return listing if in_order else cls.of(sorted(listing))
 
@@ -67,33 +67,34 @@ class Listing(msgspec.Struct, frozen=True, dict=True):
         return len(self.sizes) // 8
 
     def __iter__(self) -> Iterator[tuple[str, int, str]]:
-        return zip(_texts(self.names), self.sizes_in_bytes().tolist(), _texts(self.stamps), strict=True)
+        return zip(self.all_names, self.sizes_in_bytes().tolist(), self.all_stamps, strict=True)
 
     def sizes_in_bytes(self) -> Rows:
         """Return the size of each object: int64 (objects,)."""
         return np.frombuffer(self.sizes, np.int64)
 
-    def texts(self) -> ShardNames:
-        """Return the names."""
+    @cached_property
+    def all_names(self) -> ShardNames:
+        """The names as strings."""
         return _texts(self.names)
 
     @cached_property
-    def stamp_texts(self) -> ShardNames:
-        """Return the stamps."""
+    def all_stamps(self) -> ShardNames:
+        """The stamps as strings."""
         return _texts(self.stamps)
 
     def find(self, name: str) -> tuple[int, str] | None:
         """Return size and stamp of the object with this name, or None."""
         number = self._numbers_by_name.get(name)
-        return None if number is None else (int(self.sizes_in_bytes()[number]), self.stamp_texts[number])
+        return None if number is None else (int(self.sizes_in_bytes()[number]), self.all_stamps[number])
 
     @cached_property
     def _numbers_by_name(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.texts())}
+        return {name: number for number, name in enumerate(self.all_names)}
 
     def only(self, matches: Callable[[str], bool]) -> Listing:
         """Return the objects whose name `matches`."""
-        chosen = np.fromiter(map(matches, self.texts()), bool, len(self))
+        chosen = np.fromiter(map(matches, self.all_names), bool, len(self))
         if chosen.all():
             return self
         return Listing.of(each for each, is_chosen in zip(self, chosen, strict=True) if is_chosen)
@@ -110,31 +111,31 @@ def _texts(raw: bytes) -> ShardNames:
 
 
 class _StoredAnswer(msgspec.Struct, Generic[T]):
-    at_s: float  # when it arrived, on the monotonic clock of this boot
+    received_s: float  # time of arrival, on the monotonic clock of this boot
     answer: T
 
 
-def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T], *, lasts: bool = False) -> T:
+def shared_answer(cache: Path, question: str, ask: Callable[[], T], kind: type[T], *, permanent: bool = False) -> T:
     """Return `ask()`, or the answer that another process got while this one waited.
 
-    The answer is of type `kind`. With `lasts`, an answer of an earlier call is returned too, because it never changes.
+    The answer is of type `kind`. If it is `permanent`, the answer of an earlier call is returned too.
     Raises what `ask` raises.
     """
-    asked = time.monotonic()
+    called_s = time.monotonic()
     path = private_folder(cache / "listings") / hashlib.sha256(question.encode()).hexdigest()[:32]
     with os.fdopen(private_file(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        waited = False
+        has_waited = False
         try:
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             flock(file, fcntl.LOCK_EX)
-            waited = True
-        if lasts or waited:
+            has_waited = True
+        if permanent or has_waited:
             with contextlib.suppress(msgspec.DecodeError):
                 digest, raw = file.read(8), file.read()
-                raw = raw if xxh3_64_digest(raw) == digest else b""  # a power failure may damage it
+                raw = raw if xxh3_64_digest(raw) == digest else b""  # a power failure may damage the file
                 stored = msgspec.msgpack.decode(raw, type=_StoredAnswer[kind])  # type: ignore[valid-type]
-                if lasts or asked <= stored.at_s <= time.monotonic():
+                if permanent or called_s <= stored.received_s <= time.monotonic():
                     return stored.answer
         found = ask()
         file.seek(0)

@@ -30,7 +30,7 @@ from savable_pipeline.data.remote.cache_files import (
     whole_version,
     write_pin,
 )
-from savable_pipeline.data.remote.listing import SECOND_OF
+from savable_pipeline.data.remote.listing import TIME_PREFIX
 from savable_pipeline.data.remote.session import Session
 from savable_pipeline.data.remote.shard_cache import ShardCache, create_flags, open_layout
 from savable_pipeline.data.remote.urls import RemoteShards
@@ -45,7 +45,7 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 _ODD_NAME = re.compile(rb"(?:^|[\0/])\.{0,2}[\0/]")  # a path component that is empty, "." or "..", in joined names
-_FIRST = 1 << 20  # bytes of an index that are fetched to find the length of its head
+_FIRST_BYTES = 1 << 20  # bytes of an index that are fetched to find the length of its head
 METADATA_FOLDER = "metadata"  # a folder next to the versions of a dataset
 _UNREAD = "files"  # the kind of an index that has only names and sizes
 
@@ -53,9 +53,10 @@ _UNREAD = "files"  # the kind of an index that has only names and sizes
 def describe_url(
     found: RemoteShards, form: Format, session: Session
 ) -> tuple[RemoteShards, Path, dict[str, ShardEntry]]:
-    """Return the files, their metadata folder, and the dataset's index entries.
+    """Return the files, their metadata folder, and the entries of the own index.
 
-    If the server cannot list its files, they are those of the index.
+    The entries are by name, of the index that is on the server with the files. If the server cannot list its files, the
+    files are those of the index.
     """
     with locked_dataset(found, form, session) as (found, folder, own):
         entries = () if own is None else own.index.shards
@@ -81,10 +82,10 @@ def locked_dataset(
 ) -> Iterator[tuple[RemoteShards, Path, Version | None]]:
     """Lock a dataset's folder in the cache, and yield the files and the folder.
 
-    The third value is the version of the dataset's own index, or None.
+    The third value is the version of the dataset's own index, which is on the server with the files, or None.
 
     Without `counts`, Energon's counts are not downloaded from a web server that has an index, because the index has
-    them.
+    the same counts.
     """
     folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
@@ -136,10 +137,7 @@ def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -
 
 
 def _check_names(found: RemoteShards) -> None:
-    """Raise `ShardError` for a name outside the dataset.
-
-    Its file would be outside the folder in the cache too.
-    """
+    """Raise `ShardError` for a name outside the dataset, whose copy would be outside the cache's folder too."""
     text = ShardNames.of(found.names).text
     for name in found.names if _ODD_NAME.search(text) else ():
         if name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/")):
@@ -168,15 +166,15 @@ def _download_files(root: str, local: Path, names: Sequence[str], session: Sessi
 
 
 def _copy(root: str, name: str, stat: tuple[int, str] | None, path: Path, session: Session) -> None:
-    """Copy an object of this size and stamp, unless the copy has this stamp already.
+    """Copy an object, whose size and stamp are `stat`, to `path`, unless the copy there has this stamp.
 
-    An object without ETag has a time as stamp, which does not show a second change within that second, so it is copied
-    again. If the object is missing or empty, the copy is removed.
+    An object without ETag has a time as stamp, which does not show a second change within that second. Such an object
+    is always copied again. If the object is missing or empty, the copy is removed.
     """
     size, stamp = stat or (0, "")
     if not size:
         drop_whole(path)
-    elif whole_version(path) != stamp or stamp.startswith(SECOND_OF):
+    elif whole_version(path) != stamp or stamp.startswith(TIME_PREFIX):
         session.call("whole", root, name, size, str(path))
         pin_whole(path, stamp)
 
@@ -186,13 +184,11 @@ def _own_index(root: str, form: Format, folder: Path, session: Session) -> Versi
 
     The index is downloaded again if it was replaced.
     """
-    stat = session.stat(root, form.index_name)
-    if stat is None:
+    if (stat := session.stat(root, form.index_name)) is None:
         return None
     size, stamp = stat
     pointer = folder / "own.json"
-    known = pointed_version(pointer, form)
-    if known is not None and known.stamp == stamp:
+    if (known := pointed_version(pointer, form)) is not None and known.stamp == stamp:
         return known
     downloaded, pin = folder / "downloaded.index", ""
     try:
@@ -206,7 +202,7 @@ def _own_index(root: str, form: Format, folder: Path, session: Session) -> Versi
         return None
     for path in folder.glob("made-*.json"):  # pointers to the previous index
         path.unlink(missing_ok=True)
-    return point(pointer, Version(version, form.index_at(version / "index"), stamp))
+    return write_pointer(pointer, Version(version, form.index_at(version / "index"), stamp))
 
 
 def _download_head(root: str, name: str, size: int, path: Path, session: Session) -> str:
@@ -214,7 +210,7 @@ def _download_head(root: str, name: str, size: int, path: Path, session: Session
 
     Returns the server's version of it. Raises `ShardError`, `RemoteError`.
     """
-    needed = min(_FIRST, size)
+    needed = min(_FIRST_BYTES, size)
     head, pin = session.call("part_of", root, name, size, "", 0, needed)
     needed = min(head_bytes(f"{root}/{name}", head), size)
     while len(head) < needed:
@@ -245,7 +241,7 @@ def _install_index(folder: Path, downloaded: Path, form: Format, pin: str) -> Pa
         downloaded.unlink()
         return version
     if pin:
-        shard_cache.begin_parts(version, len(index.shards))
+        shard_cache.create_parts(version, len(index.shards))
     downloaded.replace(version / "index")
     if not pin:
         (version / PARTS).unlink(missing_ok=True)
@@ -265,14 +261,17 @@ def _is_same_index(path: Path, index: ShardIndex, form: Format) -> bool:
     return False
 
 
-def point(pointer: Path, version: Version) -> Version:
+def write_pointer(pointer: Path, version: Version) -> Version:
     """Write a pointer that names a version, and return the version."""
     replace_file(pointer, [msgspec.json.encode((version.stamp, version.folder.name, list(version.stamps)))])
     return version
 
 
 def pointed_version(pointer: Path, form: Format) -> Version | None:
-    """Return the version that a pointer names, or None if it is incomplete."""
+    """Return the version that a pointer names, or None.
+
+    It is None if the pointer or the version is missing or damaged.
+    """
     with contextlib.suppress(OSError, ValueError, ShardError):
         stamp, name, stamps = msgspec.json.decode(pointer.read_bytes(), type=tuple[str, str, list[str]])
         folder = pointer.parent / name
@@ -283,14 +282,20 @@ def pointed_version(pointer: Path, form: Format) -> Version | None:
 
 
 def newest_version(folder: Path, pointers: str, form: Format) -> Version | None:
-    """Return the version that the newest of these pointers names, or None."""
+    """Return the version that the newest pointer names, or None.
+
+    `pointers` is a glob in `folder`.
+    """
     paths = sorted(folder.glob(pointers), key=lambda path: path.stat().st_mtime_ns)
     return pointed_version(paths[-1], form) if paths else None
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFolder:
-    """Remote files, and the cached version of them, which a `session` downloads."""
+    """Remote files below `url`, and their version in the cache.
+
+    The `session` downloads them.
+    """
 
     url: str
     cached: ShardCache
@@ -317,7 +322,7 @@ class RemoteFolder:
 
 
 def open_protected(version: Path) -> ShardCache:
-    """Open a version in the cache and protect it from eviction."""
+    """Open the version in this folder of the cache, and protect it from eviction."""
     create_flags(version)
     cached = ShardCache(version)
     cached.protect()
@@ -341,7 +346,7 @@ def unread_version(found: RemoteShards, folder: Path) -> ShardCache:
 
 
 def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
-    """Return a hash of names, stamps, and `sizes` of files."""
+    """Return a hash of the names and stamps of files, and with `sizes` of their sizes."""
     digest = hashlib.sha256(ShardNames.of(found.names).text)
     for stamp in found.stamps:
         digest.update(f"\0{stamp}".encode())
@@ -353,17 +358,18 @@ def hash_of(found: RemoteShards, *, sizes: bool = True) -> str:
 def with_stamps(
     found: RemoteShards, session: Session, numbers: Iterable[int], form: Format | None = None
 ) -> RemoteShards:
-    """Return the files, with missing sizes and stamps of the files `numbers` added.
+    """Return the files, with missing sizes and stamps of some of them added.
 
-    These come from the listing or from the server. With a `form`, a stamp also covers the file's sidecar. Raises
-    `ShardError` for a missing file.
+    `numbers` are the numbers of these files. Both come from the listing or from the server. With a `form`, a stamp also
+    covers the file's sidecar. Raises `ShardError` for a missing file.
     """
     stamps = list(found.stamps) or [""] * len(found.names)
-    companions = {}
+    companions: dict[int, str] = {}  # names of sidecars, by number of the file
     own_suffix, sidecar_suffix = form.sidecar if form is not None else ("", "")
     if form is not None and sidecar_suffix:
         numbers = [*numbers]
-        companions = {n: form.companion(found.names[n]) for n in numbers if found.names[n].lower().endswith(own_suffix)}
+        with_sidecar = [number for number in numbers if found.names[number].lower().endswith(own_suffix)]
+        companions = {number: form.companion(found.names[number]) for number in with_sidecar}
     unknown = [number for number in numbers if found.sizes[number] < 0 or not stamps[number]]
     stats = session.stats(found.root, [found.names[number] for number in unknown], needed=True)
     sizes = found.sizes.copy()
@@ -398,10 +404,10 @@ def cache_entry_for(url: str, session: Session) -> tuple[RemoteFolder, str]:
     return RemoteFolder(root, cached, session), stamp
 
 
-def check_stamp(url: str, stamp: str, found: str) -> None:
-    """Raise `ShardError` if `found` is not the `stamp` that an object had before."""
-    if stamp != found:
+def check_stamp(url: str, before: str, now: str) -> None:
+    """Raise `ShardError` if an object's stamp `now` is not the one from `before`."""
+    if before != now:
         raise ShardError(
-            f"{url}: it was replaced after the start ({stamp} then, {found} now). Do not change it, and start again",
+            f"{url}: it was replaced after the start ({before} then, {now} now). Do not change it, and start again",
             reason="changed shard",
         )

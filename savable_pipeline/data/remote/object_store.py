@@ -2,21 +2,21 @@
 
 Only the downloading process imports this file, because obstore hangs in a process forked from one that has used it.
 
-A server of S3 that redirects requests to another host is rejected, because obstore follows, with the session's token.
+A server of S3 that redirects requests to another host is rejected, because obstore would send it the session's token.
 
     GET http://endpoint/bucket, unsigned ──▶ 307, Location: http://elsewhere/bucket      RemoteError
 
-The client has no setting for it, so the endpoint gets one request without credentials that follows no redirect. A
+obstore has no setting against it, so the endpoint gets one request without credentials that follows no redirect. A
 server that redirects only other requests is not detected. AWS itself, the default endpoint, is not checked.
 
 `Pace` decides how many bytes a downloading process requests at a time, by the measured speed.
 
     at a time     the bytes of 2 s, at least half a MiB    a slow link carries little but the most urgent bytes
-    in a request  1 to 8 MiB, or a quarter of that         urgent requests wait for a second, not for minutes
+    in a request  1 to 8 MiB, at most a quarter of these   urgent requests wait for a second, not for minutes
 
     2.5 MB/s: 5 MB at a time, in requests of 1 MiB     50 MB/s: 100 MB at a time, in requests of 8 MiB
 
-Processes that share a link measure their own share of it. Bytes are bounded, not requests: as many small ones are sent
+Each process on a link measures its own fraction of the speed. Only bytes are bounded: as many small requests are sent
 at a time as there are threads.
 """
 
@@ -43,7 +43,7 @@ import obstore.store
 from savable_pipeline.core.wording import clean_address, short_error
 from savable_pipeline.data.remote.cache_files import PIECE
 from savable_pipeline.data.remote.hub import Hub, HubFile
-from savable_pipeline.data.remote.listing import SECOND_OF, Listing
+from savable_pipeline.data.remote.listing import TIME_PREFIX, Listing
 from savable_pipeline.data.shards.paths import is_hub
 from savable_pipeline.errors import RemoteError, SavableError, ShardError
 
@@ -98,20 +98,23 @@ class Pace:
         self._seconds, self._bytes = 0.0, 0
 
     @property
-    def at_once(self) -> int:
+    def bytes_at_once(self) -> int:
         """Return the number of bytes to request at a time."""
         return max(_LEAST_AT_ONCE, int(self._speed * _AT_ONCE_S))
 
     @property
-    def request(self) -> int:
+    def request_bytes(self) -> int:
         """Return the number of bytes of one request."""
-        at_once = self.at_once
+        at_once = self.bytes_at_once
         return min(PIECE, max(at_once // 8, min(at_once // 4, _CHEAP_REQUEST)))
 
     @property
-    def chunk(self) -> int:
-        """Return the number of bytes to pass on at a time. A failing request loses these."""
-        return min(_CHUNK, self.request // 16)
+    def chunk_bytes(self) -> int:
+        """Return the number of bytes to pass on at a time.
+
+        A request that fails loses at most these.
+        """
+        return min(_CHUNK, self.request_bytes // 16)
 
     @contextlib.contextmanager
     def measure_request(self) -> Iterator[Callable[[int], None]]:
@@ -148,8 +151,7 @@ def check_endpoint(root: str, timeout_s: float) -> None:
         return
     url = f"{endpoint.rstrip('/')}/{urlsplit(root).netloc}?list-type=2&max-keys=1"
     with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-        target = _redirect_of(url, timeout_s)
-        if target is not None and _host(target) != _host(url):
+        if (target := _redirect_of(url, timeout_s)) is not None and _host(target) != _host(url):
             raise RemoteError(
                 f"{root}: {clean_address(endpoint)} redirects to {clean_address(target)}, which would get your "
                 "credentials. Set AWS_ENDPOINT_URL to the server itself"
@@ -190,7 +192,7 @@ class ObjectStore:
         self._retry_s = retry_s
         self._hub = Hub(cache, self._timeout_s)
         self.pace = Pace()
-        self._open: dict[str, obstore.store.ObjectStore] = {}
+        self._stores: dict[str, obstore.store.ObjectStore] = {}
         self._signed: dict[HubFile | str, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
@@ -200,21 +202,21 @@ class ObjectStore:
         """
         if is_hub(root):
             return self._retried(root, lambda: self._hub.listing(root))
-        most = 0
+        listed = 0  # most objects that one try has listed
 
         def list_objects() -> Iterator[tuple[str, int, str]]:
-            nonlocal most
+            nonlocal listed
             for number, meta in enumerate(meta for chunk in obstore.list(self._store(root)) for meta in chunk):
                 yield meta["path"], meta["size"], _version(meta)
-                most = max(most, number)
+                listed = max(listed, number)
 
-        return self._retried(root, lambda: Listing.of(list_objects()), lambda: most)
+        return self._retried(root, lambda: Listing.of(list_objects()), lambda: listed)
 
     def stat(self, root: str, name: str, *, needed: bool = False) -> tuple[int, str] | None:
         """Return size and version of an object, or None if there is none.
 
         A bucket that may be read but not listed answers "forbidden" (403) for a missing object, also over `https:`. So
-        403 means that there is none, unless the object is `needed`. Then it raises `RemoteError`.
+        403 means that there is none. For a `needed` object it raises `RemoteError` instead.
         """
         if is_hub(root):
             return self._retried(root, lambda: self._hub.stat(root, name))
@@ -274,51 +276,51 @@ class ObjectStore:
         Returns the object's version: its ETag, or its modification time; for a file of the Hub the hash of its content.
         Raises `ShardError` unless the object has `size` bytes in all, and the version `pin` if that is set.
         """
-        done = start
+        position = start  # offset up to which bytes have arrived
         if is_hub(root):  # located before the pace is measured, because the Hub may make us wait for minutes
             self._retried(f"{root}/{name}", lambda: self._hub.file(root, name))
 
         def write_counted(chunk: memoryview, offset: int) -> None:
-            nonlocal done
+            nonlocal position
             write(chunk, offset)
-            done = offset + len(chunk)
+            position = offset + len(chunk)
             count(len(chunk))
 
         def copy_rest() -> str:
             nonlocal pin
-            pin = self._copy(root, name, done, stop, size, write_counted, pin)
+            pin = self._copy(root, name, position, stop, size, write_counted, pin)
             return pin
 
         with self.pace.measure_request() as count:
-            return self._retried(f"{root}/{name}", copy_rest, lambda: done)
+            return self._retried(f"{root}/{name}", copy_rest, lambda: position)
 
     def _copy(self, root: str, name: str, start: int, stop: int, size: int, write: Write, pin: str) -> str:
         options: Any = {"range": (start, stop)}
         if pin.startswith('"'):  # the server compares strong ETags; other versions are compared below
             options["if_match"] = pin
         if is_hub(root):
-            found, version = self._get_of_hub(root, name, options)
+            response, version = self._get_of_hub(root, name, options)
         else:
             try:
-                found = obstore.get(*self._object(root, name), options=options)
+                response = obstore.get(*self._object(root, name), options=options)
             except obstore.exceptions.PreconditionError as error:
                 raise _other_version(root, name) from error
-            version = _version(found.meta)
-        if found.meta["size"] != size:
+            version = _version(response.meta)
+        if response.meta["size"] != size:
             raise ShardError(
-                f"{root}/{name}: {found.meta['size']} bytes, but {size} when indexed. Start again, or restore it",
+                f"{root}/{name}: {response.meta['size']} bytes, but {size} when indexed. Start again, or restore it",
                 reason="changed shard",
             )
         if pin and version != pin:
             raise _other_version(root, name)
-        done = start
-        for chunk in found.stream(min_chunk_size=self.pace.chunk):
-            if done + len(chunk) > stop:
-                raise _length_error(found, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
-            write(memoryview(chunk), done)
-            done += len(chunk)
-        if done != stop:
-            raise _length_error(found, f"{root}/{name}", f"{done - start} of {stop - start} bytes")
+        position = start
+        for chunk in response.stream(min_chunk_size=self.pace.chunk_bytes):
+            if position + len(chunk) > stop:
+                raise _length_error(response, f"{root}/{name}", f"more than the {stop - start} bytes it was asked for")
+            write(memoryview(chunk), position)
+            position += len(chunk)
+        if position != stop:
+            raise _length_error(response, f"{root}/{name}", f"{position - start} of {stop - start} bytes")
         return version
 
     def _get_of_hub(self, root: str, name: str, options: Any) -> tuple[Any, str]:
@@ -334,7 +336,7 @@ class ObjectStore:
             raise WrongAnswerError(f"the store rejects the URL of the Hub: {short_error(error)}") from error
 
     def _store_of_object(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
-        """Return a store that is one object, whose URL is used unchanged."""
+        """Return obstore's store for a single object, whose URL is used unchanged."""
         if key not in self._signed:
             if len(self._signed) >= _MOST_SIGNED:
                 self._signed.clear()
@@ -355,24 +357,24 @@ class ObjectStore:
         return min(_TIMEOUT_S, self._retry_s / 2)
 
     def _store(self, root: str) -> obstore.store.ObjectStore:
-        if root not in self._open:
+        if root not in self._stores:
             if root.startswith("s3:"):
                 check_endpoint(root, self._timeout_s)
-            self._open[root] = self._open_store(root, {})
-        return self._open[root]
+            self._stores[root] = self._open_store(root, {})
+        return self._stores[root]
 
-    def _open_store(self, url: str, more: dict[str, Any]) -> obstore.store.ObjectStore:
+    def _open_store(self, url: str, extra: dict[str, Any]) -> obstore.store.ObjectStore:
         timeout = timedelta(seconds=self._timeout_s)
-        options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _TIMEOUTS, **more}
+        options: Any = {"read_timeout": timeout, "connect_timeout": timeout, "timeout": timeout * _TIMEOUTS, **extra}
         options["allow_http"] = not url.startswith("https:")  # an endpoint in the environment may be http
         credentials: Any = _credentials() if url.startswith("s3:") else {}
         return obstore.store.from_url(url, client_options=options, retry_config={"max_retries": 0}, **credentials)
 
-    def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = int) -> T:
-        """Return what `act` returns, retried until `progress` stops for `retry_s` seconds.
+    def _retried(self, url: str, act: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+        """Return what `act` returns. Retry it until `progress()` has not changed for `retry_s` seconds.
 
-        obstore stops retrying once it has the header of a response: of ten downloads that were interrupted once in the
-        body, version 0.12 completed none.
+        obstore itself stops retrying once it has the header of a response: of ten downloads that were interrupted once
+        in the body, version 0.12 completed none.
         """
         start, wait_s, tries, before = time.monotonic(), _FIRST_WAIT_S, 0, progress()
         while True:
@@ -448,17 +450,17 @@ def _version(meta: Any) -> str:
     """
     tag = meta["e_tag"]
     if not tag:
-        return f"{SECOND_OF}{meta['last_modified']:%Y-%m-%d %H:%M:%S}"
+        return f"{TIME_PREFIX}{meta['last_modified']:%Y-%m-%d %H:%M:%S}"
     return str(tag) if tag.startswith(('"', "W/")) else f'"{tag}"'  # some servers do not quote it in listings
 
 
-def _length_error(found: Any, url: str, sent: str) -> Exception:
+def _length_error(response: Any, url: str, sent: str) -> Exception:
     """Return the error about a response of unexpected length.
 
     It is not retried if the server compresses what it sends. (Objects that are stored compressed often have a
     Content-Encoding too, but arrive with the right length.)
     """
-    encoding = found.attributes.get("Content-Encoding")
+    encoding = response.attributes.get("Content-Encoding")
     if encoding in (None, "", "identity"):
         return WrongAnswerError(f"the server sent {sent}")
     return RemoteError(f"{url}: the server sent {sent}, compressed as {encoding}. Turn off Content-Encoding")

@@ -139,7 +139,7 @@ class Downloader:
         return RemoteError(f"the process that downloads shards ended with code {self._child.process.wait()}{stopped}")
 
     def close(self) -> None:
-        """End the process. In a fork of its owner, only close what was inherited."""
+        """End the process. In a fork of its owner, only close the inherited connection."""
         if os.getpid() != self.owner:
             self._child.close()
             return
@@ -203,7 +203,7 @@ class Session:
         return found
 
     def call(self, kind: str, *arguments: Any) -> Any:
-        """Return the answer to a request, a method of `Downloads`.
+        """Return the answer to a request. `kind` is the name of a method of `Downloads`.
 
         Raises `ShardError`, `RemoteError`.
         """
@@ -248,17 +248,16 @@ class Session:
         return self.stats(root, [name]).get(name)
 
     def stats(self, root: str, names: Iterable[str], *, needed: bool = False) -> dict[str, tuple[int, str]]:
-        """Return size and stamp of those of these objects that exist, by name.
+        """Return size and stamp of the existing objects among `names`, by name.
 
-        They come from a listing, or from requests.
-
-        Raises `ShardError` for a missing object if they are `needed`.
+        They come from a listing, or from requests. Raises `ShardError` for a missing object if the objects are
+        `needed`.
         """
         names = [*names]
         listed = next((each for each in self._listings if f"{root}/".startswith(f"{each}/")), None)
         if listed is not None:
-            below = f"{root}/"[len(listed) + 1 :]
-            found = {name: self._listings[listed].find(below + name) for name in names}
+            prefix = f"{root}/"[len(listed) + 1 :]
+            found = {name: self._listings[listed].find(prefix + name) for name in names}
         else:
             requested = [name for name in names if self._stats.get((root, name)) is None]
             if not needed:
@@ -266,18 +265,18 @@ class Session:
             answers = self.each("stat", [(root, name, needed) for name in requested])
             self._stats |= {(root, name): answer for name, answer in zip(requested, answers, strict=True)}
             found = {name: self._stats[root, name] for name in names}
-        gone = next((name for name in names if found[name] is None), None)
-        if needed and gone is not None:
-            raise ShardError(f"{root}/{gone}: no such object on the server", reason=NO_SUCH_PATH)
+        missing = next((name for name in names if found[name] is None), None)
+        if needed and missing is not None:
+            raise ShardError(f"{root}/{missing}: no such object on the server", reason=NO_SUCH_PATH)
         return {name: stat for name, stat in found.items() if stat is not None}
 
-    def heads(self, root: str, most: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of objects by name, at most `most[name]` of each.
+    def heads(self, root: str, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
+        """Return the first bytes of objects by name, at most `max_bytes[name]` of each.
 
         Objects that do not exist are skipped.
         """
-        stats = self.stats(root, most)
-        sizes = {name: head_size(f"{root}/{name}", stat[0], most[name]) for name, stat in stats.items()}
+        stats = self.stats(root, max_bytes)
+        sizes = {name: head_size(f"{root}/{name}", stat[0], max_bytes[name]) for name, stat in stats.items()}
         requested = [name for name, size in sizes.items() if size and (root, name, size) not in self._contents]
         parts = self.each("part", [(root, name, stats[name][0], 0, sizes[name]) for name in requested])
         self._contents |= {(root, name, sizes[name]): bytes(part) for name, part in zip(requested, parts, strict=True)}
@@ -307,8 +306,7 @@ def job_session() -> Session:
 
 def close_scratch() -> None:
     """End the downloading process of this process's jobs, and remove its folder."""
-    session = _job_sessions.pop(os.getpid(), None)
-    if session is not None:
+    if (session := _job_sessions.pop(os.getpid(), None)) is not None:
         session.connected().close()
         shutil.rmtree(session.cache, ignore_errors=True)
 
@@ -320,7 +318,7 @@ def _open_job_session() -> Session:
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
         found = _job_sessions[os.getpid()] = Session(root, cache_bytes(None, root))
-        found.connected()
+        found.connected()  # starts the downloading process
     return found
 
 

@@ -16,7 +16,8 @@
           long          large samples of tars, see `LongSamples`
           beside        complete sidecar files
 
-A row is a sample of a tar or a block of another file. Rows that are not cached are holes in the sparse file.
+A row is a sample of a tar or a block of another file. Rows that are not cached are holes in the sparse file. Arguments
+`row` and `stop` are a range of rows, and `start` and `past` a range of bytes. `stop` and `past` are not in it.
 
 `present` is a sequence lock. A download locks the bytes of a row, writes them and the checksum, and makes `present`
 odd. An eviction makes it even and punches a hole. A read is valid if it sees the same odd number before and after and
@@ -141,14 +142,14 @@ class ShardCache:
         """
         path = self._version / f"{shard}.pin"
         if not (found := read_pin(path)) and version:
-            aside = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
-            write_pin(aside, version)
+            temporary = path.with_name(f"{shard}.{os.getpid()}.{threading.get_ident()}.tmp")
+            write_pin(temporary, version)
             try:
-                path.hardlink_to(aside)  # the first of several processes wins
+                path.hardlink_to(temporary)  # the first of several processes wins
             except FileExistsError:
                 if not read_pin(path):  # the existing pin is damaged
-                    aside.replace(path)
-            aside.unlink(missing_ok=True)
+                    temporary.replace(path)
+            temporary.unlink(missing_ok=True)
             found = read_pin(path)
         return found
 
@@ -157,7 +158,7 @@ class ShardCache:
         (self._version / f"{shard}.pin").unlink(missing_ok=True)
         fd = self.open(shard)
         try:
-            self.evict(shard, fd, wanted=True)
+            self.evict(shard, fd, also_unused=True)
         finally:
             os.close(fd)
 
@@ -181,7 +182,7 @@ class ShardCache:
         return np.searchsorted(self.firsts, rows, side="right") - 1
 
     def missing(self, row: int, stop: int) -> list[tuple[int, int]]:
-        """Return the runs of rows from `row` to `stop - 1` that are not present."""
+        """Return the absent rows from `row` to `stop - 1`, as runs (first, last + 1)."""
         return runs(row + np.flatnonzero(self.present[row:stop] & 1 == 0))
 
     def all_present(self, shards: NDArray[np.int64]) -> bool:
@@ -217,13 +218,14 @@ class ShardCache:
         present, checksums, verified = self._views
         valid, seed = True, self._seeds.get(shard, 0)
         for each in range(row, stop):
-            number = present[each]
-            matches = number & 1 and self._checksum(fd, each, seed) == checksums[each]
-            if matches or (number & 1 and self._matches_checksum(shard, fd, each)):
-                verified[each] = number
+            sequence_number = present[each]
+            is_present = sequence_number & 1
+            matches = is_present and self._checksum(fd, each, seed) == checksums[each]
+            if matches or (is_present and self._matches_checksum(shard, fd, each)):
+                verified[each] = sequence_number
                 continue
             valid = False
-            if number & 1:
+            if is_present:
                 self._drop_damaged(shard, each)
         return valid
 
@@ -248,7 +250,8 @@ class ShardCache:
     def _drop_damaged(self, shard: int, row: int) -> None:
         """Mark a row as evicted if it is present and damaged.
 
-        The first call for a shard checks all its rows. Another process may be reading or writing them.
+        The first call for a shard checks all rows of the shard. Rows that another process is reading or writing are
+        skipped.
         """
         rows = range(int(self.firsts[shard]), int(self.firsts[shard + 1])) if shard not in self._dropped else [row]
         fd = self.open(shard)
@@ -258,12 +261,12 @@ class ShardCache:
                     extent = self.extent(each, each + 1)
                     with contextlib.suppress(BlockingIOError), range_lock(fd, *extent, wait=False):
                         if self.present[each] & 1 and not self._matches_checksum(shard, fd, each):
-                            self._warn(shard, *extent)
+                            self._warn_of_damage(shard, *extent)
                             self._mark_evicted(slice(each, each + 1))
         finally:
             os.close(fd)
 
-    def _warn(self, shard: int, start: int, past: int) -> None:
+    def _warn_of_damage(self, shard: int, start: int, past: int) -> None:
         if shard not in self._dropped:
             self._dropped.add(shard)
             log.warning(
@@ -273,16 +276,17 @@ class ShardCache:
                 past - 1,
             )
 
-    def evict(self, shard: int, fd: int, *, wanted: bool) -> None:
-        """Evict the used rows of a shard, or all rows if `wanted`.
+    def evict(self, shard: int, fd: int, *, also_unused: bool) -> None:
+        """Evict the used rows of a shard.
 
-        Remains of killed downloads are removed too. Rows that are being written stay.
+        With `also_unused`, rows that were requested in advance and not used yet are evicted too. Then remains of killed
+        downloads are removed too. Rows that are being written stay.
         """
         first, end = int(self.firsts[shard]), int(self.firsts[shard + 1])
-        if first == end or (wanted and self._evict(shard, fd, first, end)):
+        if first == end or (also_unused and self._evict(shard, fd, first, end)):
             return
         drop = self.present[first:end] & 1 == 1
-        if not wanted:
+        if not also_unused:
             drop &= self.used[first:end] == USED
         for row, stop in runs(first + np.flatnonzero(drop)):
             self._evict(shard, fd, row, stop)
@@ -302,20 +306,17 @@ class ShardCache:
         self.evictions[0] += 1
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
-        """Return the rows that share a disk block with rows `row` to `stop - 1`.
-
-        The result is the first of them and the end. It includes `row` to `stop - 1`.
-        """
+        """Return the range of rows that share a disk block with rows `row` to `stop - 1`, which it includes."""
         (start, past), first = self.extent(row, stop), int(self.firsts[shard])
         low = self.layout.row_from(shard, start // DISK_BLOCK * DISK_BLOCK + 1) - 1
         high = self.layout.row_from(shard, -(-past // DISK_BLOCK) * DISK_BLOCK)
         return min(max(low, first), row), max(high, stop)
 
     def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
-        """Return the bytes of evicted rows, extended to whole disk blocks if possible.
+        """Return the bytes of evicted rows, extended to whole disk blocks on each side where the neighbors are absent.
 
-        This needs the neighbouring rows to be absent. Otherwise a block that two rows share would remain after both are
-        gone.
+        `low` and `high` are those of `_rows_around`. Without the extension, a block that two rows share would remain
+        after both are evicted.
         """
         start, past = self.extent(row, stop)
         if not (self.present[low:row] & 1).any():
@@ -411,7 +412,7 @@ WriteAt: TypeAlias = Callable[[int, bytes, int], None]  # (descriptor, bytes, of
 
 WHOLE_BYTES = 256 << 20  # largest index that is fetched at once
 _REQUEST_ROWS = 1 << 19  # most rows that one request fetches, unless a shard has more
-_AT_ONCE = 32  # requests for rows at a time, which are small and bound by latency
+_REQUESTS = 32  # requests for rows at a time, which are small and bound by latency
 _FAULTS = {"changed shard": "it has another size or version than before", "missing shard": "it is gone"}
 LONG_FOLDER = "long"
 _LEAST_BLOCK = 4096  # bytes
@@ -449,7 +450,7 @@ class IndexParts:
 
         Raises `RemoteError`.
         """
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_REQUESTS) as pool:
             for _ in pool.map(partial(self._fetch, root, get, write), self._runs(shards)):
                 pass
 
@@ -485,16 +486,19 @@ class IndexParts:
 
 
 def open_parts(folder: Path, index: ShardIndex) -> IndexParts | None:
-    """Return the parts of the index in a version's folder, or None if it is whole."""
+    """Return the parts of the index in a version's folder, or None.
+
+    It is None if all of the index is cached.
+    """
     parts = folder / PARTS
     if not parts.exists():
         return None
     if parts.stat().st_size != len(index.shards):  # a crash of the machine has truncated it
-        begin_parts(folder, len(index.shards))
+        create_parts(folder, len(index.shards))
     return IndexParts(folder, index)
 
 
-def begin_parts(folder: Path, shards: int) -> None:
+def create_parts(folder: Path, shards: int) -> None:
     """Record that no rows of an index with `shards` shards are cached."""
     replace_file(folder / PARTS, [bytes(shards)])
 
@@ -527,12 +531,13 @@ class TarLayout:
         return first + int(np.searchsorted(self._starts[first:end], np.uint64(offset)))
 
     def extent(self, row: int, stop: int) -> tuple[int, int]:
-        """Return the first byte of a row, and the end of row `stop - 1` of the same shard."""
-        index, last = self._tars, stop - 1
+        """Return the range of bytes of rows `row` to `stop - 1` of one shard."""
+        index = self._tars
         if stop < self._ends[bisect.bisect_right(self._ends, row)]:
             return index.starts[row], index.starts[stop]
-        layout = index.layout(last)
-        offset, size = index.extent(last, len(layout.gaps) - 1, layout)
+        last_row = stop - 1  # the last of its shard, whose end is that of its last part
+        layout = index.layout(last_row)
+        offset, size = index.extent(last_row, len(layout.gaps) - 1, layout)
         return index.starts[row], offset + padded(size)
 
     def headers_match(self, shard: int, fd: int, row: int) -> bool:

@@ -84,8 +84,9 @@ def list_remote(files: paths.Shards, session: Session) -> RemoteShards:
     if not specs:
         raise ShardError("the list of shards is empty")
     objects = _objects(specs, session)
-    if len(specs) == 1 and specs[0] not in objects and _split_glob(specs[0])[1] is None:
-        if (folder := _below(root := specs[0].rstrip("/"), session)) is not None:
+    if len(specs) == 1 and specs[0] not in objects and _WILDCARDS.isdisjoint(specs[0]):
+        root = specs[0].rstrip("/")
+        if (folder := _all_below(root, session)) is not None:
             return folder
         if specs[0] != root:
             raise ShardError(f"{root}: no object has this prefix. Check the address", reason=paths.NO_SUCH_PATH)
@@ -131,7 +132,7 @@ def select(listed: RemoteShards, form: Format, chosen: Sequence[str] | None, ses
     return replace(found, stamps=()) if form.whole and not paths.is_hub(root) else found
 
 
-def _below(root: str, session: Session) -> RemoteShards | None:
+def _all_below(root: str, session: Session) -> RemoteShards | None:
     """Return all objects below a folder, or None.
 
     For a web server, which cannot be listed, there are no names.
@@ -139,22 +140,27 @@ def _below(root: str, session: Session) -> RemoteShards | None:
     if root.startswith("http"):
         return RemoteShards.named(root, [], whole=True)
     found = session.listing(root).only(lambda name: not paths.is_hidden_path(name))
-    return RemoteShards(root, found.texts(), found.sizes_in_bytes(), found.stamp_texts, whole=True) if found else None
+    return RemoteShards(root, found.all_names, found.sizes_in_bytes(), found.all_stamps, whole=True) if found else None
 
 
 def _objects(specs: Sequence[str], session: Session) -> set[str]:
-    """Return which addresses are objects. Doubtful ones are requested from a bucket."""
-    alone, found, asked = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
+    """Return which addresses are objects. A bucket is asked about doubtful ones."""
+    is_alone, found, doubtful = len(specs) == 1, set[str](), defaultdict[str, list[str]](list)
     for spec in specs:
-        (folder, _, name), has_suffix = spec.rpartition("/"), _SUFFIX.search(spec) is not None
+        folder, _, name = spec.rpartition("/")
+        has_suffix = _SUFFIX.search(spec) is not None
         if not name or folder.count("/") < (4 if paths.is_hub(spec) else 2) or not _WILDCARDS.isdisjoint(spec):
             continue
         # In a list, an address with a suffix is an object. On a web server, a folder is alone and has no suffix.
-        if has_suffix > alone or (spec.startswith("http") and has_suffix >= alone):
+        if has_suffix and not is_alone:
             found.add(spec)
-        elif has_suffix == alone and not spec.startswith("http"):
-            asked[folder].append(name)
-    return found.union(*({f"{folder}/{name}" for name in session.stats(folder, asked[folder])} for folder in asked))
+        elif spec.startswith("http"):
+            found |= {spec} if has_suffix or not is_alone else set()
+        elif has_suffix == is_alone:
+            doubtful[folder].append(name)
+    return found.union(
+        *({f"{folder}/{name}" for name in session.stats(folder, names)} for folder, names in doubtful.items())
+    )
 
 
 def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
@@ -162,17 +168,20 @@ def _matching(spec: str, session: Session) -> dict[str, tuple[int, str]]:
     folder, pattern = _split_glob(spec)
     if folder.startswith("http"):
         raise ShardError(f"{spec}: web servers cannot be listed. Name the shards, or a single folder")
-    hidden, listing = paths.is_hidden_path(pattern or ""), [*session.listing(folder)]
-    for each in (pattern or "**", f"{pattern}/**"):  # the pattern may match folders
-        matches = _matcher(each)
-        found = [row for row in listing if matches(row[0]) and (hidden or not paths.is_hidden_path(row[0]))]
-        if found:
-            return {f"{folder}/{name}": (size, stamp) for name, size, stamp in found}
+    names_hidden = paths.is_hidden_path(pattern or "")
+    listing = [each for each in session.listing(folder) if names_hidden or not paths.is_hidden_path(each[0])]
+    for glob in (pattern or "**", f"{pattern}/**"):  # the pattern may match folders
+        matches = _matcher(glob)
+        if found := {f"{folder}/{name}": (size, stamp) for name, size, stamp in listing if matches(name)}:
+            return found
     raise ShardError(f"{spec}: no shard matches. Check the pattern", reason=paths.NO_SUCH_PATH)
 
 
 def _relative_to_root(known: Mapping[str, tuple[int, str]]) -> RemoteShards:
-    """Return objects, known by URL, below the deepest folder that has all of them."""
+    """Return objects with names relative to the deepest folder that has all of them.
+
+    `known` has size and stamp by URL.
+    """
     urls, root = sorted(known), _common_root([*known])
     sizes, stamps = zip(*map(known.__getitem__, urls), strict=True)
     return RemoteShards(root, [url[len(root) + 1 :] for url in urls], np.array(sizes, np.int64), stamps)
@@ -187,9 +196,9 @@ def _listed_by_marker(
     """
     stats = session.stats(root, sorted({name for each in groups for name in each if paths.is_inside(name)}))
     names = form.files([*stats], heads)
-    if gone := set(names).difference(stats):
+    if missing := set(names).difference(stats):
         raise ShardError(
-            f"{root}/{min(gone)}: named by {' or '.join(heads)}, and not there. Copy the whole folder",
+            f"{root}/{min(missing)}: named by {' or '.join(heads)}, and not there. Copy the whole folder",
             reason="missing shard",
         )
     sizes = np.array([stats[name][0] for name in names], np.int64)
@@ -199,12 +208,12 @@ def _listed_by_marker(
 def _split_glob(spec: str) -> tuple[str, str | None]:
     """Return the folder of a URL, and the glob below it or None."""
     parts = spec.rstrip("/").split("/")
-    first = next((i for i, part in enumerate(parts) if any(c in part for c in _WILDCARDS)), None)
+    first = next((i for i, part in enumerate(parts) if not _WILDCARDS.isdisjoint(part)), None)
     return ("/".join(parts), None) if first is None else ("/".join(parts[:first]), "/".join(parts[first:]))
 
 
 def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that returns whether a name matches a glob.
+    """Return a function that tells whether a name matches a glob.
 
     Components are matched one by one, and `**` matches any number of them.
     """
@@ -241,8 +250,8 @@ def _common_root(urls: Sequence[str]) -> str:
 
 def _check_one_split(root: str, names: Iterable[str], suffix: str, session: Session) -> None:
     """Raise `ShardError` for files of several splits of a dataset of the Hub."""
-    whole = not paths.HubAddress.of(root).path
-    found = _splits_in_card(session.call("card", root), suffix) if whole else {}
+    is_whole_dataset = not paths.HubAddress.of(root).path
+    found = _splits_in_card(session.call("card", root), suffix) if is_whole_dataset else {}
     found = found or _splits_in_names(names, suffix)
     if len(found) > 1:
         shown = ", ".join(f"{pattern} ({name})" for name, pattern in list(found.items())[:_MOST_SHOWN])

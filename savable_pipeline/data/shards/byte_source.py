@@ -2,8 +2,8 @@
 
     LocalFile     an open local file, such as one that is being indexed
     StoreFile     a local or remote file of a store (shard_files.py)
-    part          some bytes of a source, such as a record, as a source; so are bytes in memory
-    SourceFile    any of them as a seekable file, for Pillow, PyAV, pyarrow, csv and others
+    part          a range of a source, such as a record, which is a source itself
+    SourceFile    any source as a seekable file, for Pillow, PyAV, pyarrow, csv and others
 
 `FileVersion`: status of a local file, which differs after each change.
 `WholeFile`: all bytes of a file, in memory or in a mapped private copy.
@@ -32,7 +32,7 @@ _BUFFER = 1 << 16  # bytes that small reads share; longer reads bypass this buff
 
 
 class RecordError(ValueError):
-    """Error: a part of a source, such as a record, cannot be read.
+    """Error for a part of a source, such as a record, that cannot be read.
 
     Its text is `reason: detail`.
     """
@@ -63,24 +63,24 @@ class FileVersion(NamedTuple):
 class WholeFile:
     """All bytes of a file, as `view`.
 
-    A small file is read. For a large one, a copy in the user's cache is mapped.
+    A small file is read. Of a large one, a copy in the user's cache is mapped.
 
     Processes of a node share the copy, and no other program writes to it, so overwriting or truncating the file changes
-    no view. With `mapped`, the file itself is mapped, because it is in the cache. Raises OSError, and ValueError for an
-    empty file.
+    no view. With `mapped`, the file itself is mapped, which is right for a file in our cache. Raises OSError, and
+    ValueError for an empty file.
     """
 
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
         with path.open("rb") as file:
             version = FileVersion.of(os.fstat(file.fileno()))
-            copy = _copy_of(path, file, version) if version.size > IN_MEMORY_BYTES and not mapped else None
+            copy = _open_copy(path, file, version) if version.size > IN_MEMORY_BYTES and not mapped else None
             self.is_mapped = mapped or copy is not None
             with copy or contextlib.nullcontext(file) as source:
                 data = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) if self.is_mapped else file.read()
         self.view = memoryview(data)
 
 
-def _copy_of(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | None:
+def _open_copy(path: Path, file: BinaryIO, version: FileVersion) -> BinaryIO | None:
     """Return an opened copy of this version of a file, or None if the user's cache has no space for it."""
     with contextlib.suppress(OSError):
         folder = Path(user_cache() or os.devnull) / "savable_pipeline" / "indexes"
@@ -163,13 +163,14 @@ class ByteSource:
         """
         return io.BufferedReader(SourceFile(self), _BUFFER)
 
-    def expect(self, places: list[tuple[int, int]]) -> None:
-        """Announce reads of these offsets and sizes."""
+    def expect(self, ranges: list[tuple[int, int]]) -> None:
+        """Announce reads of these ranges, each an offset and a size in bytes."""
 
     def sidecar(self, suffix: str, name: str = "") -> Path | None:
-        """Return a local sidecar of a file, with this suffix, or None if there is none.
+        """Return the path of the local sidecar of a file with this suffix, or None.
 
-        If `name` is passed, the file's path relative to its dataset, `suffix` is the sidecar's path relative to it.
+        With `name`, the path of the file relative to its dataset, `suffix` is the sidecar's path relative to the
+        dataset.
         """
         return None
 
@@ -200,7 +201,7 @@ class LocalFile(ByteSource):
     def _pread_reopened(self, offset: int, size: int) -> bytes:
         """Read bytes with a new descriptor. Raises OSError if the file was replaced."""
         with open(self._path, "rb", opener=regular_file) as file:
-            # compare inode, size and time of the last write
+            # the first three fields are inode, size and time of the last write
             if FileVersion.of(os.fstat(file.fileno()))[:3] != self._version[:3]:
                 raise OSError(f"{self._path}: it was replaced while it was read. Start again")
             return os.pread(file.fileno(), size, offset)
@@ -228,7 +229,7 @@ def opened(path: Path) -> Iterator[LocalFile]:
 class SourceFile(io.RawIOBase):
     """Seekable, read-only file over a source, without a descriptor or a copy.
 
-    The next `ahead` bytes are announced, for sequential reads.
+    For sequential reads, the next `ahead` bytes are announced to the source (0: none).
     """
 
     def __init__(self, source: ByteSource, ahead: int = 0) -> None:
@@ -266,6 +267,7 @@ class SourceFile(io.RawIOBase):
         return data
 
     def _announce(self, end: int) -> None:
+        """Announce reads up to `end`, unless most of them are announced already."""
         if end - self._announced > self._ahead // 2 or end == self._source.size > self._announced:
             self._source.expect([(self._announced, end - self._announced)])
             self._announced = end
@@ -281,9 +283,9 @@ class SourceFile(io.RawIOBase):
 
 
 class RangeFile(io.BufferedReader):
-    """Whole file, of which a sample is the seconds `begin_s` to `end_s`.
+    """Media file, of which a sample is the range from `begin_s` to `end_s` in seconds.
 
-    `fps` is the frame rate, None if unknown.
+    `end_s` is None at the end of the file, and `fps` is the frame rate or None.
     """
 
     def __init__(self, source: ByteSource, begin_s: float, end_s: float | None, fps: float | None = None) -> None:

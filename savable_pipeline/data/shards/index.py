@@ -4,9 +4,9 @@
     │ shards: ends │ sizes │ samples │ digests │ checks │ counts │ names │ padding
     │ rows
 
-    ends … counts   uint64 (shards,)   see `ShardList`; the names are sorted; a checksum of each shard's rows, and their
-                                       number
-    rows            the format's data about each shard: `BlobIndex`; for tars see tar_format.py
+    ends … digests   uint64 (shards,)  see `ShardList`. The names are sorted
+    checks, counts   uint64 (shards,)  a checksum of each shard's rows, and their number
+    rows             the format's data about each shard: `BlobIndex`; for tars see tar_format.py
 
 A shard's rows are consecutive, in the order of the shards. All arrays are little-endian. A shard's rows are checked
 when the shard is opened. The numbers and names of shards are used without a copy, so opening an index takes hardly any
@@ -46,8 +46,8 @@ ReadBytes: TypeAlias = Callable[[int, int], bytes]  # returns bytes `start` to `
 INDEX_MAGIC = b"SAVIDX06"
 TAR = "tar"
 _LFS = b"version https://git-lfs.github.com/spec/"
-PARTS = "parts"  # name of the sidecar of an index of which only some rows are cached
-_FIRST = 24  # bytes before the header, the last 8 of which are its length
+PARTS = "parts"  # name of a file beside an index in the cache that has only some of its rows: see `IndexParts`
+_HEADER_START = 24  # offset of the header, whose length is in the 8 bytes before it
 _ALIGN = 64
 _BLOCK = 1 << 18  # bytes to copy at a time
 PER_SHARD = 6  # numbers of each shard: ends … counts
@@ -111,10 +111,11 @@ class ShardIndex(ABC):
     writer: ClassVar[type[BlobWriter]] = BlobWriter
 
     def __init__(self, path: Path, kind: str) -> None:
-        in_parts = path.with_name(PARTS).exists()  # a downloading process may still write rows into it
-        self.file = with_handles(lambda: WholeFile(path, mapped=in_parts))
+        # Rows that a downloading process adds to a partly cached index must appear here, so it is mapped.
+        is_partly_cached = path.with_name(PARTS).exists()
+        self.file = with_handles(lambda: WholeFile(path, mapped=is_partly_cached))
         self.view = self.file.view
-        self.header, self.identity, self.shards, self.checks, counts, self.begin = _read_header(path, self.view)
+        self.header, self.identity, self.shards, self.checks, counts, self.rows_start = _read_header(path, self.view)
         if self.header.kind != kind:
             raise ShardError(f"{path}: the index is damaged: it is of {self.header.kind} files, not of {kind} files")
         self.shard_rows = np.concatenate([[0], np.cumsum(counts)])
@@ -153,10 +154,10 @@ class ShardIndex(ABC):
 
     @abstractmethod
     def rows_from(self, get: ReadBytes, shards: range) -> list[tuple[int, bytes]]:
-        """Return (offset, bytes) of the part of each array that covers these shards.
+        """Return for each array the range of these shards, as (offset, bytes).
 
-        They are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError` unless
-        the rows match the checksums of this file.
+        The ranges are read from a copy of this file, of which `get(start, stop)` returns bytes. Raises `ShardError`
+        unless the rows match the checksums of this file.
         """
 
     @abstractmethod
@@ -172,7 +173,7 @@ class BlobIndex(ShardIndex):
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path, kind)
-        blob, end = array_at(path, self.view, self.begin, "Q", int(self.shard_rows[-1]))
+        blob, end = array_at(path, self.view, self.rows_start, "Q", int(self.shard_rows[-1]))
         self._blob = np.frombuffer(blob, "<u8")
         self.check_end(path, end)
 
@@ -187,7 +188,7 @@ class BlobIndex(ShardIndex):
     def rows_from(self, get: ReadBytes, shards: range) -> list[tuple[int, bytes]]:
         """See `ShardIndex.rows_from`."""
         first, last = int(self.shard_rows[shards.start]), int(self.shard_rows[shards.stop])
-        start = self.begin + 8 * first
+        start = self.rows_start + 8 * first
         raw = get(start, start + 8 * (last - first)) if last > first else b""
         blob = np.frombuffer(raw, "<u8")
         for shard in shards:
@@ -217,57 +218,59 @@ def head_bytes(path: str, begin: bytes) -> int:
 
     If the first bytes, `begin`, are too few to tell, return how many are needed. Raises `ShardError`.
     """
-    length = int.from_bytes(begin[16:_FIRST], "little")
+    length = int.from_bytes(begin[16:_HEADER_START], "little")
     if begin[:8] != INDEX_MAGIC:
         raise ShardError(f"{path}: not an index of this version, or damaged")
-    if len(begin) < _FIRST + length:
-        return _FIRST + length
-    return _head(path, memoryview(begin), length)[2]
+    if len(begin) < _HEADER_START + length:
+        return _HEADER_START + length
+    _, _, rows_start = _head(path, memoryview(begin), length)
+    return rows_start
 
 
 def kind_of(path: Path) -> str:
     """Return the name of the format of an index. Raises OSError, `ShardError`."""
     with path.open("rb") as file:
-        begin = file.read(_FIRST)
+        begin = file.read(_HEADER_START)
         begin += file.read(min(int.from_bytes(begin[16:], "little"), path.stat().st_size))
     head_bytes(str(path), begin)  # raises for another file
-    return _head(path, memoryview(begin), len(begin) - _FIRST)[0].kind
+    header, _, _ = _head(path, memoryview(begin), len(begin) - _HEADER_START)
+    return header.kind
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[Header, bytes, ShardList, NDArray[np.uint64], Rows, int]:
     """Return the header, its checksum, the shards, the checksums and counts of their rows, and where rows start."""
-    length = int.from_bytes(view[16:_FIRST], "little")
-    if bytes(view[:8]) != INDEX_MAGIC or _FIRST + length > len(view):
+    length = int.from_bytes(view[16:_HEADER_START], "little")
+    if bytes(view[:8]) != INDEX_MAGIC or _HEADER_START + length > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
-    header, columns, end = _head(path, view, length)
-    names = columns + header.shards * PER_SHARD * _NUMBER
-    if end > len(view):
+    header, columns_start, rows_start = _head(path, view, length)
+    names_start = columns_start + header.shards * PER_SHARD * _NUMBER
+    if rows_start > len(view):
         raise ShardError(f"{path}: not an index of this version, or damaged")
     identity = bytes(view[8:16])
-    if xxh3_64_intdigest(view[16:end]) != int.from_bytes(identity, "little"):
+    if xxh3_64_intdigest(view[16:rows_start]) != int.from_bytes(identity, "little"):
         raise ShardError(f"{path}: the index is damaged: its checksum does not match")
-    numbers = np.frombuffer(view, "<u8", header.shards * PER_SHARD, offset=columns).reshape(PER_SHARD, header.shards)
+    numbers = np.frombuffer(view, "<u8", header.shards * PER_SHARD, columns_start).reshape(PER_SHARD, header.shards)
     ends, sizes, samples = numbers[:3].view("<i8")
-    counts = numbers[5].view("<i8")
-    shards = ShardList(ShardNames(view[names : names + header.names], ends), sizes, samples, numbers[3], header.faults)
+    digests, checks, counts = numbers[3], numbers[4], numbers[5].view("<i8")
+    names = ShardNames(view[names_start : names_start + header.names], ends)
+    shards = ShardList(names, sizes, samples, digests, header.faults)
     lowest = min(sizes.min(), samples.min(), counts.min()) if header.shards else 0
     fits = all(number < header.shards for number in header.faults) and shards.names.is_whole()
     if not fits or lowest < 0:
         raise ShardError(f"{path}: the index is damaged: its header does not fit itself")
-    outside = shards.names.first_outside()
-    if outside is not None:
+    if (outside := shards.names.first_outside()) is not None:
         raise ShardError(f"{path}: the index is damaged: {outside!r} is outside the dataset")
-    return header, identity, shards, numbers[4], counts, end
+    return header, identity, shards, checks, counts, rows_start
 
 
 def _head(path: Path | str, view: memoryview, length: int) -> tuple[Header, int, int]:
     """Return the header of `length` bytes, and the offsets of the shards' numbers and of the rows."""
     try:
-        header = msgspec.msgpack.decode(view[_FIRST : _FIRST + length], type=Header)
+        header = msgspec.msgpack.decode(view[_HEADER_START : _HEADER_START + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(f"{path}: the index is damaged: {error}") from error
-    columns = aligned(_FIRST + length)
-    return header, columns, aligned(columns + header.shards * PER_SHARD * _NUMBER + header.names)
+    columns_start = aligned(_HEADER_START + length)
+    return header, columns_start, aligned(columns_start + header.shards * PER_SHARD * _NUMBER + header.names)
 
 
 def aligned(offset: int) -> int:
@@ -292,7 +295,10 @@ def write_aligned(file: BinaryIO, arrays: Iterable[NDArray[Any]]) -> None:
 
 
 def array_at(path: Path, view: memoryview, offset: int, kind: str, count: int) -> tuple[memoryview[int], int]:
-    """Return numbers of the kind Q or I at an offset of an index, and the next offset."""
+    """Return numbers at an offset of an index, and the offset of the next array.
+
+    They are `count` uint64 of the kind Q, or uint32 of the kind I.
+    """
     end = offset + count * (8 if kind == "Q" else 4)
     if end > len(view):
         raise ShardError(f"{path}: the index is cut short: {len(view)} bytes where {end} are needed")
@@ -316,8 +322,9 @@ def marker_object(heads: Mapping[str, bytes], name: str) -> dict[str, Any]:
 class Format:
     """A kind of files that samples are read from in place.
 
-    `stores.formats.FORMATS` has all of them. A format needs the first four fields. Each function must be at module
-    level, or a `functools.partial` of one, so that a format can be pickled for other processes.
+    Variables of this type are called `form`. `stores.formats.FORMATS` has all of them. A format needs the first four
+    fields. Each function must be at module level, or a `functools.partial` of one, so that a format can be pickled for
+    other processes.
     """
 
     name: str
@@ -384,10 +391,10 @@ class Format:
         if listed is None:
             return sorted(filter(self.has, names)) if self.choose is None else self.choose[1](names)
         existing, chosen = set(names), set[str]()
-        for each in listed:
+        for alternatives in listed:
             # the longest alternative is the compressed file, and others are its decompressed copies
-            compressed = max(each, key=len)
-            name = next((name for name in each if name in existing), compressed)
+            compressed = max(alternatives, key=len)
+            name = next((name for name in alternatives if name in existing), compressed)
             if not is_inside(name) or name in chosen:
                 fault = "named twice" if name in chosen else "outside the folder"
                 raise ValueError(f"{name}: {fault} by {' or '.join(self.markers)}. Copy the folder again")
@@ -396,8 +403,8 @@ class Format:
 
     def for_settings(self, settings: dict[str, Any]) -> Format:
         """Return the format for these settings of the store."""
-        changed = next((name for name in self.by_setting if settings.get(name) is not None), "")
-        return self.by_setting[changed](self) if changed else self
+        setting = next((name for name in self.by_setting if settings.get(name) is not None), "")
+        return self.by_setting[setting](self) if setting else self
 
     def has(self, name: str) -> bool:
         """Return whether a name has a suffix of this format, ignoring case."""

@@ -55,15 +55,15 @@ _HEAD = struct.Struct("<QQQ")
 log = logging.getLogger(__name__)
 
 FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
-# seconds that one process scans alone before others start, and bytes of rows that are not mapped
-_ALONE_S, _IN_MEMORY = 5.0, 1 << 20
+_ALONE_S = 5.0  # seconds that one process scans alone before others start
+_IN_MEMORY = 1 << 20  # bytes; more rows of a table are mapped instead of read
 _LOG_EVERY_S = 10.0
 
 
 def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) -> None:
-    """Write the index of these shards of a format atomically.
+    """Write the index of these shards of a format atomically, see `replace_file`.
 
-    See `replace_file`. For the rows of a `BlobIndex`, the name of the format is enough. Raises ValueError unless the
+    Instead of the format, `form` may be the name of a format whose index is a `BlobIndex`. Raises ValueError unless the
     shards are sorted by name.
     """
     kind, index = (form, BlobIndex) if isinstance(form, str) else (form.index_kind, form.index)
@@ -74,7 +74,7 @@ def write_index(path: Path, tables: Iterable[ShardTable], form: Format | str) ->
         for table in tables:
             columns.add(table.entry, *rows.add(table.rows))
         with replacing(path) as file:
-            file.write(index_begin(columns, kind, rows.format_data()))
+            file.write(encode_index_head(columns, kind, rows.format_data()))
             rows.write(file)
 
 
@@ -83,9 +83,9 @@ class Columns:
 
     def __init__(self) -> None:
         self.names = bytearray()
-        self.last = ""
+        self.last = ""  # name of the last shard
         self.faults: dict[int, str] = {}
-        self.numbers = [array("Q") for _ in range(PER_SHARD)]  # ends … counts
+        self.numbers = [array("Q") for _ in range(PER_SHARD)]  # ends of names, sizes, samples, digests, checks, counts
 
     def add(self, entry: ShardEntry, rows: int, check: int) -> None:
         """Add the next shard, with this number of rows.
@@ -103,10 +103,11 @@ class Columns:
             column.append(number)
 
 
-def index_begin(columns: Columns, kind: str, format_data: bytes) -> bytes:
+def encode_index_head(columns: Columns, kind: str, format_data: bytes) -> bytes:
     """Return the bytes of an index before its rows.
 
-    `format_data` is what the format stores about all files.
+    `kind` is the name of the format, and `format_data` is what the format stores about all files. The magic and the
+    checksum are the first 16 bytes.
     """
     header = Header(len(columns.numbers[0]), len(columns.names), columns.faults, kind, format_data)
     encoded = msgspec.msgpack.encode(header)
@@ -154,7 +155,8 @@ class ScannedTables:
     def __getitem__(self, name: str) -> ShardTable:
         found = self._read(self._offsets[name])
         assert found is not None, name
-        return found[0]
+        table, _ = found
+        return table
 
     def __enter__(self) -> ScannedTables:
         return self
@@ -220,9 +222,10 @@ def build_index(
     progress: FileProgress = lambda done, total: None,
     for_others: bool = False,
 ) -> None:
-    """Write the index at `path`, reusing its tables that are still valid.
+    """Write the index of files at `path`, and reuse its tables that are still valid.
 
-    With `for_others`, sidecars for other programs are written too.
+    `names` are the files below `root`. New and changed files are scanned by `each`, or if it is None by `processes`
+    processes. With `for_others`, sidecars for other programs are written too.
     """
     for name in names:
         check_utf8(f"{root}/{name}", name)
@@ -231,26 +234,27 @@ def build_index(
     _join_interrupted(root, path, form)
     reused = _reusable(path, form, partial(_can_reuse, root, form, set(names) if tolerant else set()))
     if for_others and form.offsets_suffix and path == root / form.index_name:  # reading them wrote no offsets
-        reused = {name: n for name, n in reused.items() if Path(f"{root}/{name}{form.offsets_suffix}").exists()}
+        has_offsets = [name for name in reused if Path(f"{root}/{name}{form.offsets_suffix}").exists()]
+        reused = {name: reused[name] for name in has_offsets}
     written = _writer_tables(root, form, [name for name in names if name not in reused])
     missing = [name for name in names if name not in reused and name not in written]
     log.info("indexing %d of %d shards in %s", len(missing), len(names), root)
-    began = logged = time.monotonic()
+    started_s = logged_s = time.monotonic()
     progress(0, len(missing))
     with ScannedTables(path) as scanned:
-        for done, table in enumerate(_scanned(root, missing, form, processes, each), 1):
+        for done, table in enumerate(_scan_files(root, missing, form, processes, each), 1):
             if for_others and not table.entry.fault:  # before `add`, because a resumed process skips added files
                 form.write_offsets(root / table.entry.name, table)
             scanned.add(table)
             progress(done, len(missing))
-            if time.monotonic() - logged > _LOG_EVERY_S:
-                logged = time.monotonic()
-                log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged - began)
+            if time.monotonic() - logged_s > _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                log.warning("indexing %s: %d of %d shards after %.0f s", root, done, len(missing), logged_s - started_s)
         _join(root, path, form, scanned, reused, written)
     indexed = {*reused, *names}
-    for joined in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
-        if joined.name.removesuffix(".index") in indexed:
-            joined.unlink(missing_ok=True)
+    for of_writer in (root / WRITTEN).glob("*.index") if path == root / form.index_name else ():
+        if of_writer.name.removesuffix(".index") in indexed:
+            of_writer.unlink(missing_ok=True)
 
 
 def _join_interrupted(root: Path, path: Path, form: Format) -> None:
@@ -265,19 +269,19 @@ def _join(
     """Write the index of the `scanned` files, those `reused` from the old index, and those `written` by a writer."""
     old = form.index_at(path) if reused else None
 
-    def table(name: str) -> ShardTable:
+    def table_of(name: str) -> ShardTable:
         if name in scanned:
             return scanned[name]
         if name in written:
-            return _writers_index(root, name, form).table(0)
+            return _index_of_writer(root, name, form).table(0)
         assert old is not None
         return old.table(reused[name])
 
-    write_index(path, map(table, sorted({*scanned, *reused, *written})), form)
+    write_index(path, map(table_of, sorted({*scanned, *reused, *written})), form)
 
 
 def _reusable(path: Path, form: Format, is_reusable: Callable[[ShardIndex, int], bool]) -> dict[str, int]:
-    """Return the files in the index at `path` that can be reused, with their numbers."""
+    """Return the numbers of the reusable files in the index at `path`, by name."""
     with contextlib.suppress(OSError, ValueError, ShardError):
         old = form.index_at(path)
         return {name: number for number, name in enumerate(old.shards.names) if is_reusable(old, number)}
@@ -296,33 +300,33 @@ def _writer_tables(root: Path, form: Format, names: list[str]) -> set[str]:
     found = set()
     for name in names if (root / WRITTEN).is_dir() else ():
         with contextlib.suppress(OSError, ValueError, ShardError, IndexError):
-            index = _writers_index(root, name, form)
+            index = _index_of_writer(root, name, form)
             if index.shards.names[0] == name and file_matches_index(root, index, 0, form):
                 found.add(name)
     return found
 
 
-def _writers_index(root: Path, name: str, form: Format) -> ShardIndex:
+def _index_of_writer(root: Path, name: str, form: Format) -> ShardIndex:
     return form.index_at(root / WRITTEN / f"{name}.index")
 
 
-def _scanned(
+def _scan_files(
     root: Path, names: list[str], form: Format, processes: int | None, each: EachShard | None
 ) -> Iterator[ShardTable]:
     """Yield a table for each file, from `each`, or from this process and after some seconds from several."""
     count = processes or os.cpu_count() or 1
     if each is not None:
-        return _scanned_elsewhere(root, each(form.scan, root, names))
+        return _tables_of_answers(root, each(form.scan, root, names))
     if count == 1:
         return (form.scan(root, name) for name in names)
 
     def in_processes(remaining: list[str]) -> Iterator[ShardTable]:
-        return _scanned_elsewhere(root, each_shard(form.scan, root, remaining, count))
+        return _tables_of_answers(root, each_shard(form.scan, root, remaining, count))
 
     return serial_then_parallel(names, partial(form.scan, root), in_processes, _ALONE_S)
 
 
-def _scanned_elsewhere(root: Path, answers: Generator[Answer, None, None]) -> Iterator[ShardTable]:
+def _tables_of_answers(root: Path, answers: Generator[Answer, None, None]) -> Iterator[ShardTable]:
     with contextlib.closing(answers):
         for name, answer in answers:
             if answer is None:
@@ -396,35 +400,36 @@ def each_job(
     answers: queue.SimpleQueue[tuple[J, bytes | None]] = queue.SimpleQueue()
     children, lock, is_closed = list[ChildProcess](), threading.Lock(), False
 
-    def start() -> ChildProcess:
+    def start_child() -> ChildProcess:
         with lock:
             if not is_closed:
                 children.append(ChildProcess(serve, *arguments))
                 return children[-1]
         raise EOFError
 
-    def drive() -> None:
+    def run_jobs() -> None:
+        """Run waiting jobs in one child, and start another child if it ends."""
         child = None
         with contextlib.suppress(queue.Empty):
             while not is_closed:
                 job, answer = waiting.get_nowait(), None
                 try:
-                    child = child or start()
+                    child = child or start_child()
                     child.connection.send(job)
-                    while (found := child.connection.recv_bytes()).startswith(NOTE):
-                        answers.put((job, found))
-                    answer = found
+                    while (received := child.connection.recv_bytes()).startswith(NOTE):
+                        answers.put((job, received))
+                    answer = received
                 except (EOFError, OSError):  # the child crashed, or was ended below
                     child = None
                 answers.put((job, answer))
 
     try:
         for _ in range(min(processes, len(jobs))):
-            threading.Thread(target=drive, daemon=True).start()
+            threading.Thread(target=run_jobs, daemon=True).start()
         remaining = len(jobs)
         while remaining:
-            yield (found := answers.get())
-            remaining -= found[1] is None or not found[1].startswith(NOTE)
+            yield (job_and_answer := answers.get())
+            remaining -= job_and_answer[1] is None or not job_and_answer[1].startswith(NOTE)
     finally:
         with lock:
             is_closed = True

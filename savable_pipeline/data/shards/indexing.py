@@ -105,15 +105,15 @@ class _Mark(msgspec.Struct, array_like=True):
 
 
 def marked_index(root: Path, form: Format, *, tolerant: bool) -> IndexedFiles | None:
-    """Return the index next to the shards if its mark says that it fits all of them.
+    """Return the index next to the shards if its mark shows that it is valid.
 
-    It must not have a damaged shard, unless `tolerant`.
+    Otherwise return None. An index with a damaged shard is returned only if `tolerant`.
     """
     with contextlib.suppress(OSError, ValueError, ShardError):
         if (mark := valid_mark(root, form)) is not None:
             index = form.index_at(root / form.index_name)
-            fresh = mark.index == index.identity and mark.metadata == _metadata(root)
-            if fresh and (tolerant or not index.shards.faults):
+            is_fresh = mark.index == index.identity and mark.metadata == _metadata(root)
+            if is_fresh and (tolerant or not index.shards.faults):
                 return IndexedFiles(form, index, root / form.index_name, None, root, tolerant=tolerant)
     return None
 
@@ -125,15 +125,15 @@ def valid_mark(root: Path, form: Format) -> _Mark | None:
     """
     with contextlib.suppress(OSError, ValueError):  # msgspec's errors are subclasses of ValueError
         mark = msgspec.msgpack.decode(_mark_of(root / form.index_name).read_bytes(), type=_Mark)
-        return mark if all(_version_of(root / name) == at for name, at in mark.folders.items()) else None
+        return mark if all(_version_of(root / name) == then for name, then in mark.folders.items()) else None
     return None
 
 
 def start_of_check(root: Path, form: Format) -> int | None:
-    """Return the file system's time in ns, to pass to `mark_fresh`.
+    """Return the file system's current time in ns, to pass to `mark_fresh`.
 
-    Call it before checking the shards. It returns None for an index of few shards, and if no mark can be written, or if
-    folder times do not show that a file was added.
+    Call it before checking the shards. The result is None for an index of few shards, if no mark can be written, or if
+    the times of folders do not show that a file was added.
     """
     index = root / form.index_name
     folder = index.parent
@@ -148,11 +148,14 @@ def start_of_check(root: Path, form: Format) -> int | None:
     return now if after > before and abs(after - now) < _QUIET_NS else None
 
 
-def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[str], began: int) -> None:
-    """Write the mark, if no folder changed since two seconds before `began`."""
+def mark_fresh(root: Path, form: Format, index: ShardIndex, folders: Iterable[str], started_ns: int) -> None:
+    """Write the mark, unless a folder changed shortly before the check or later.
+
+    The check started at `started_ns`, and two seconds before it count as shortly.
+    """
     with contextlib.suppress(OSError, ShardError):
         versions = {name: _version_of(root / name) for name in folders}
-        if all(each.newest_ns < began - _QUIET_NS for each in versions.values()):
+        if all(each.newest_ns < started_ns - _QUIET_NS for each in versions.values()):
             mark = _Mark(index.identity, versions, _metadata(root))
             replace_file(_mark_of(root / form.index_name), [msgspec.msgpack.encode(mark)])
 
@@ -214,13 +217,13 @@ def open_files(
 
 
 def _open_listed(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> IndexedFiles:
-    root, began = listed.root, start_of_check(listed.root, form)
-    if began is not None:  # the files were listed earlier, according to another clock
-        began -= time.monotonic_ns() - listed.began_ns
+    root, started_ns = listed.root, start_of_check(listed.root, form)
+    if started_ns is not None:  # the files were listed earlier, according to another clock
+        started_ns -= time.monotonic_ns() - listed.started_ns
 
     def on_match(index: ShardIndex) -> None:
-        if began is not None and not listed.unlistable and len(index.shards) >= MARKED_SHARDS:
-            mark_fresh(root, form, index, listed.folders, began)
+        if started_ns is not None and not listed.unlistable and len(index.shards) >= MARKED_SHARDS:
+            mark_fresh(root, form, index, listed.folders, started_ns)
 
     indexes = _indexes(root, form)
     names = _with_missing(root, listed.names, form, tolerant, _shards_of_first(indexes))
@@ -230,10 +233,11 @@ def _open_listed(listed: paths.ListedFiles, form: Format, *, tolerant: bool) -> 
 def files_of(listed: paths.ListedFiles, form: Format, *, missing_too: bool = False) -> paths.ListedFiles:
     """Return the files of a format among the listed ones.
 
-    They are relative to the deepest folder that has all of them. Raises `ShardError` if there are none, for a
+    Their names are relative to the deepest folder that has all of them. Raises `ShardError` if there are none, for a
     compressed one, and unless `missing_too` for a missing one.
     """
-    root, heads = listed.root, listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
+    root = listed.root
+    heads = listed.heads(dict.fromkeys(form.markers, paths.LARGEST_INDEX)) if listed.whole else {}
     try:
         names = form.files(listed.names, heads) if listed.chosen is None or form.variant else listed.chosen
         is_listed = form.listed is not None and form.listed(heads) is not None
@@ -258,19 +262,20 @@ def without_compressed(
 ) -> list[str]:
     """Return the names and the `exact` ones, sorted, without compressed files.
 
-    It warns of these. Raises `ShardError` if no file remains, and for a compressed file that is not `listed` as part of
-    a whole folder. For the message, `advice` has a noun for the files, and what to do if there are none.
+    A warning counts the compressed files. Raises `ShardError` if no file remains, and for a compressed file that is not
+    `listed` as part of a whole folder. For the message, `advice` has a noun for the files, and what to do if there are
+    none.
     """
     packed = [*filter(form.packs, listed.names)] if form.packed else []
     if packed and not listed.whole:
-        raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_CURE}")
+        raise ShardError(f"{root}/{packed[0]}: a compressed file cannot be read at an offset. {paths.PACKED_FIX}")
     found = sorted({*names, *exact}.difference(packed)) if packed or exact else [*names]
     if not found:
-        but = f", but {len(packed)} compressed ones. {paths.PACKED_CURE}" if packed else f". {advice[1]}"
+        but = f", but {len(packed)} compressed ones. {paths.PACKED_FIX}" if packed else f". {advice[1]}"
         raise ShardError(f"{root}: no {' or '.join(form.suffixes)} {advice[0]}{but}", reason=paths.NO_SHARD)
     if packed:
-        cure = f"Unpack them, or name them in `savable convert`, such as {packed[0]}"
-        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, cure)
+        fix = f"Unpack them, or name them in `savable convert`, such as {packed[0]}"
+        log.warning("%s: %d compressed %s files are skipped. %s", root, len(packed), form.name, fix)
     return found
 
 
@@ -291,17 +296,17 @@ def open_index(
     these files and no others, all unchanged. Raises `ShardError` for a damaged file unless `tolerant`: see
     `open_files`.
     """
-    now = _FilesNow(root, names, form)
+    current = _CurrentFiles(root, names, form)
     for path, index in (_indexes(root, form) if indexes is None else indexes).items():
-        if _matches_files(index, path, now, tolerant):
-            whole = len(index.shards) == len(names)
-            if whole and path == root / form.index_name and (not tolerant or now.match(index, path)):
+        if _matches_files(index, path, current, tolerant):
+            is_whole = len(index.shards) == len(names)
+            if is_whole and path == root / form.index_name and (not tolerant or current.match(index, path)):
                 on_match(index)
-            return _checked(IndexedFiles(form, index, path, None if whole else names, root, tolerant=tolerant))
+            return _checked(IndexedFiles(form, index, path, None if is_whole else names, root, tolerant=tolerant))
 
     def build(path: Path) -> IndexedFiles:
         index = _opened(path, form)  # another process may have built it while this one waited for the lock
-        if index is None or not _matches_files(index, path, now, tolerant):
+        if index is None or not _matches_files(index, path, current, tolerant):
             build_index(root, path, names, form, tolerant=tolerant)
             index = form.index_at(path)
         return IndexedFiles(form, index, path, names, root, tolerant=tolerant)
@@ -321,8 +326,8 @@ def index_files(
 ) -> tuple[Path, list[ShardEntry]]:
     """Index the files that are new or changed.
 
-    `each` reads them, or `processes` processes do (None: one per core). If `near`, the index and the sidecars for other
-    programs are written to the folder of the files.
+    `each` scans the files, or if it is None `processes` processes (None: one per core). If `near`, the index and the
+    sidecars for other programs are written to the folder of the files.
 
     Returns the path of the index, and the files that could not be read to their end. Raises `ShardError` if there are
     no files, or no place where an index can be written.
@@ -388,6 +393,7 @@ def check_none_gone(address: str, gone: Collection[str]) -> None:
 
 
 def _checked(found: IndexedFiles) -> IndexedFiles:
+    """Return the files after `check_faults`."""
     check_faults(found.address, found.entries, found.tolerant)
     return found
 
@@ -400,8 +406,8 @@ def check_faults(address: str, files: ShardList, tolerant: bool) -> None:
         log.warning("%s/%s. Only the samples before it are used", address, fault)
 
 
-class _FilesNow:
-    """Current status of files: `sizes`, -1 if missing, and the time of their last write in ns."""
+class _CurrentFiles:
+    """Current status of files: `sizes` in bytes, and the time of the last write in ns, both -1 if missing."""
 
     def __init__(self, root: Path, names: list[str], form: Format) -> None:
         self.root, self.names, self.form = root, names, form
@@ -426,13 +432,13 @@ class _FilesNow:
     def match(self, index: ShardIndex, path: Path, numbers: Rows | None = None) -> bool:
         """Return whether the index at `path` has all of these files, unchanged.
 
-        `numbers` are their numbers in it. Raises KeyError if the index lacks a file, OSError.
+        `numbers` are the files' numbers in the index. Raises OSError, and KeyError if the index lacks a file.
         """
         numbers = index.numbers(self.names) if numbers is None else numbers
         if not np.array_equal(index.shards.sizes[numbers], self.sizes):
             return False
-        touched = numbers[self.written > path.stat().st_mtime_ns].tolist()
-        return all(file_matches_index(self.root, index, number, self.form) for number in touched)
+        newer = numbers[self.written > path.stat().st_mtime_ns].tolist()
+        return all(file_matches_index(self.root, index, number, self.form) for number in newer)
 
 
 def _opened(path: Path, form: Format) -> ShardIndex | None:
@@ -446,10 +452,10 @@ def _opened(path: Path, form: Format) -> ShardIndex | None:
         return None
 
 
-def _matches_files(index: ShardIndex, path: Path, now: _FilesNow, tolerant: bool) -> bool:
+def _matches_files(index: ShardIndex, path: Path, current: _CurrentFiles, tolerant: bool) -> bool:
     """Return whether an index has each file in its current version, or with `tolerant` in any version."""
     with contextlib.suppress(OSError, ValueError, KeyError, ShardError):
-        numbers = index.numbers(now.names)
-        faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
-        return tolerant or (not faulty and now.match(index, path, numbers))
+        numbers = index.numbers(current.names)
+        is_faulty = bool(index.shards.faults) and not index.shards.faults.keys().isdisjoint(numbers.tolist())
+        return tolerant or (not is_faulty and current.match(index, path, numbers))
     return False

@@ -68,8 +68,7 @@ def read_counts(root: Path) -> dict[str, int] | None:
 
     Raises `ShardError`.
     """
-    path = _metadata_file(root, "info_config", COUNT_FILES)
-    if path is None:
+    if (path := _metadata_file(root, "info_config", COUNT_FILES)) is None:
         return None
     counts = _convert(path, _load(path).get("shard_counts"), dict[str, int], "`shard_counts`, samples by shard")
     outside = next((name for name in counts if not is_inside(name)), None)
@@ -89,8 +88,7 @@ def read_split(root: Path, name: str, known: Iterable[str]) -> Split:
 
     Raises `ShardError`, also if it names an unknown shard.
     """
-    path = _metadata_file(root, "split_config", _SPLITS)
-    if path is None:
+    if (path := _metadata_file(root, "split_config", _SPLITS)) is None:
         raise ShardError(f"{root / META}: split={name!r}, but there is no split.yaml. Leave out split=")
     loaded = _load(path)
     parts = _split_parts(path, loaded)
@@ -152,15 +150,13 @@ def _settings(root: Path) -> dict[str, Any]:
 
 def _configured_file(root: Path, key: str) -> str | None:
     """Return the file of `.nv-meta` that `dataset.yaml` names as `key`, or None."""
-    name = _settings(root).get(key)
-    if name is not None and not (isinstance(name, str) and is_inside(name)):
+    if (name := _settings(root).get(key)) is not None and not (isinstance(name, str) and is_inside(name)):
         raise ShardError(f"{root / META / _FIELDS}: `{key}` must be the name of a file in {META}, not {name!r}")
     return name
 
 
 def _field_path(path: Path, option: str) -> FieldPath:
-    match = _FIELD.fullmatch(option.strip())
-    if match is None:
+    if (match := _FIELD.fullmatch(option.strip())) is None:
         raise ShardError(f"{path}: `field_map` has {option!r}. Name a part, such as jpg or json[caption]")
     return (match[1], *re.findall(r"\[([^\[\]]+)\]", match[2]))
 
@@ -190,8 +186,7 @@ def _expand(path: Path, patterns: list[str]) -> Iterator[str]:
 
 def _metadata_file(root: Path, key: str, names: tuple[str, ...]) -> Path | None:
     """Return the file that `dataset.yaml` names as `key`, or the first existing one of `names`, or None."""
-    name = _configured_file(root, key)
-    if name is not None:
+    if (name := _configured_file(root, key)) is not None:
         if not (root / META / name).is_file():
             raise ShardError(f"{root / META / _FIELDS}: `{key}` names {name}, which is not in {META}")
         return root / META / name

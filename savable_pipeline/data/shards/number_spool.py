@@ -44,7 +44,7 @@ class NumberSpool:
             self.write()
 
     def write(self, numbers: NDArray[Any] | None = None) -> None:
-        """Append the numbers of `buffer`, which this clears, then an array."""
+        """Append the numbers in `buffer` and clear it, then append `numbers`."""
         for each in (self.buffer, () if numbers is None else numbers):
             _write(self._file, np.asarray(each, self._kind).data)
         self.buffer.clear()
@@ -61,9 +61,10 @@ class NumberSpool:
         ordered = _contents(copy._file, "r+").view(self._kind)
         ordered.sort()
         blocks = (ordered[first : first + _BLOCK + 1] for first in range(0, len(ordered), _BLOCK))
-        found = np.unique(np.concatenate([ordered[:0], *(block[1:][block[1:] == block[:-1]] for block in blocks)]))
-        for first in range(0, len(numbers) if len(found) else 0, _BLOCK):
-            for position in np.flatnonzero(np.isin(numbers[first : first + _BLOCK], found)).tolist():
+        pairs = (block[1:][block[1:] == block[:-1]] for block in blocks)
+        repeated = np.unique(np.concatenate([ordered[:0], *pairs]))
+        for first in range(0, len(numbers) if len(repeated) else 0, _BLOCK):
+            for position in np.flatnonzero(np.isin(numbers[first : first + _BLOCK], repeated)).tolist():
                 yield first + position, int(numbers[first + position])
 
 

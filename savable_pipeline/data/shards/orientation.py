@@ -3,8 +3,8 @@
 Images are turned as by Pillow's `ImageOps.exif_transpose`.
 
 orientation      1    2    3    4    5    6    7    8
-stored as shown  ab   ba   dc   cd   ac   ca   db   bd      of  ab  as it is shown:
-at the corners   cd   dc   ba   ab   bd   db   ca   ac          cd
+stored pixels    ab   ba   dc   cd   ac   ca   db   bd      of an image that is displayed as   ab
+                 cd   dc   ba   ab   bd   db   ca   ac                                         cd
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 UPRIGHT = 1
 SWAPPED = (5, 6, 7, 8)  # orientations that swap width and height
 MIRRORED_X, MIRRORED_Y = (2, 3, 6, 7), (3, 4, 7, 8)
-BACK = {orientation: orientation for orientation in range(1, 9)} | {6: 8, 8: 6}
-"""The orientation that undoes another."""
+INVERSE = {orientation: orientation for orientation in range(1, 9)} | {6: 8, 8: 6}
+"""By orientation, the one that undoes it."""
 
 _Side = TypeVar("_Side", bound=float)
 _TAG = 0x0112
@@ -37,8 +37,8 @@ def orientation_of(image: Image.Image) -> int:
 
     It is 1 if the header has none, or an unknown one.
     """
-    if image.format == "PNG" and "exif" not in image.info and (late := _late_exif(image)):
-        image.info["exif"] = b"Exif\0\0" + late
+    if image.format == "PNG" and "exif" not in image.info and (data := _exif_after_pixels(image)):
+        image.info["exif"] = b"Exif\0\0" + data
     # true for most images, and saves the import below
     if image.info.keys().isdisjoint(_METADATA) and image.format != "TIFF":
         return UPRIGHT
@@ -59,7 +59,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def turned_size(size: tuple[_Side, _Side], orientation: int) -> tuple[_Side, _Side]:
-    """Return width and height after turning an image of this stored size."""
+    """Return the displayed width and height of an image of this stored size.
+
+    It also returns the stored ones for the displayed size.
+    """
     return (size[1], size[0]) if orientation in SWAPPED else size
 
 
@@ -68,7 +71,8 @@ def stored_box(
 ) -> tuple[float, float, float, float]:
     """Return where a box of the displayed image is in the stored image.
 
-    With the inverse orientation and the stored size, return where a stored box is displayed.
+    `shown` is the size of the displayed image. With the inverse orientation and the stored size, return where a box of
+    the stored image is displayed.
     """
     left, upper, right, lower = box
     if orientation in MIRRORED_X:
@@ -78,10 +82,10 @@ def stored_box(
     return (upper, left, lower, right) if orientation in SWAPPED else (left, upper, right, lower)
 
 
-def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
-    """Return the image, and the orientation that remains to be applied.
+def with_orientation(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
+    """Return the image, and the orientation by which it must still be turned.
 
-    A TIFF image is returned decoded, and turned already. Without `exif`, the orientation is ignored and 1 is returned.
+    A TIFF image is returned decoded and turned. Without `exif`, the orientation is ignored and 1 is returned.
     """
     if not hasattr(image, "tag_v2"):
         return image, orientation_of(image) if exif else UPRIGHT
@@ -89,7 +93,7 @@ def to_be_turned(image: Image.Image, *, exif: bool) -> tuple[Image.Image, int]:
     image.load()  # Pillow turns TIFF images when it loads them
     if orientation != UPRIGHT:
         image = image.copy()
-        image.getexif()[_TAG] = BACK[orientation]
+        image.getexif()[_TAG] = INVERSE[orientation]
         image = turned(image, orientation)
     return image, UPRIGHT
 
@@ -111,7 +115,7 @@ def turned_pixels(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uin
     return np.ascontiguousarray(shown[::step_y, ::step_x])
 
 
-def _late_exif(image: Image.Image) -> bytes:
+def _exif_after_pixels(image: Image.Image) -> bytes:
     """Return the EXIF that some programs write after the pixels of a PNG, or b""."""
     file = cast(BinaryIO, getattr(image, "fp"))  # noqa: B009  of an image file
     position = file.tell()

@@ -1,6 +1,7 @@
-"""Types of parts by their extension: image, text, JSON or media; and their checks.
+"""Types of parts by extension, such as image, text or JSON, and their checks.
 
-It also warns of samples that dots in file names seem to have merged or split, as a key ends at the first dot:
+There are also warnings of samples that dots in file names seem to have merged or split, because a key ends at the first
+dot:
 
     img.v1.0001.jpg, img.v1.0002.jpg     →     one sample `img` of the parts v1.0001.jpg and v1.0002.jpg
 """
@@ -124,8 +125,9 @@ def _how_narrowed(image: Image.Image) -> str:
     arguments = [tile.args for tile in getattr(image, "tile", ())]
     if any(";16" in str(each) for each in arguments):
         return "v >> 8"
-    deep = image.format == "PPM" and any(isinstance(each, tuple) and each[-1] > 0xFF for each in arguments)
-    return "v / 257" if deep else ""
+    # the last argument of a PPM's decoder is the largest value of a color
+    is_deep_ppm = image.format == "PPM" and any(isinstance(each, tuple) and each[-1] > 0xFF for each in arguments)
+    return "v / 257" if is_deep_ppm else ""
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -179,7 +181,7 @@ def _image_error(data: bytes) -> str:
 def as_part(value: Any) -> bytes | None:
     """Return a value as the bytes of a part.
 
-    Strings and bytes stay, other values become JSON, None stays None.
+    A string becomes UTF-8, any other value JSON. Bytes and None are returned unchanged.
 
     >>> from savable_pipeline.data.shards.part_types import as_part
     >>> [as_part(value) for value in ("text", b"\xff", 1.5, [1, None])]
@@ -206,7 +208,7 @@ def _plain(value: Any) -> Any:
 def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
     """Return whether dots in names seem to have merged these parts into one sample.
 
-    They seem merged if each has a dot and most are in no other sample. So `seg.png` next to `jpg` is not merged.
+    This is so if each part has a dot and most are in no other sample. So `seg.png` next to `jpg` is not merged.
     `counts` has the number of samples with each part.
     """
     return all("." in part for part in parts) and 2 * sum(counts[part] == 1 for part in parts) > len(parts)
@@ -215,15 +217,16 @@ def are_merged(parts: Collection[str], counts: Mapping[str, int]) -> bool:
 def lacking_parts(samples: int, counts: Mapping[str, int]) -> list[str]:
     """Return warnings of samples that lack a part, one per line.
 
-    `counts` has the number of samples with each part. `JPG`, `jpeg` and `jpg` are one part.
+    There are `samples` samples, and `counts` has the number of those with each part. `JPG`, `jpeg` and `jpg` are one
+    part.
     """
-    alike = Counter[str]()
+    samples_with = Counter[str]()  # by part, alike extensions counted as one
     for part, count in counts.items():
         name, dot, kind = part.lower().rpartition(".")
-        alike[f"{name}{dot}{_ALIKE.get(kind, kind)}"] += count
+        samples_with[f"{name}{dot}{_ALIKE.get(kind, kind)}"] += count
     return [
         f"{samples - count} of {samples} samples have no part {part}, which the others have"
-        for part, count in sorted(alike.items())
+        for part, count in sorted(samples_with.items())
         if _NEARLY_ALL * samples <= count < samples
     ]
 
@@ -233,8 +236,8 @@ def dotted_parts(
 ) -> list[str]:
     """Return warnings of dots in names, one per line.
 
-    `counts` is as for `lacking_parts`. `most_parts` is the largest number of parts in a sample. `part_sets` has the
-    parts of samples in which every part has a dot.
+    `samples` and `counts` are as for `lacking_parts`. `most_parts` is the largest number of parts in a sample.
+    `part_sets` has the parts of samples in which every part has a dot.
     """
     found = []
     rare = [

@@ -33,7 +33,7 @@ Shards: TypeAlias = str | os.PathLike[str] | Iterable["str | os.PathLike[str]"]
 Unlistable: TypeAlias = Callable[["ShardError"], None]
 
 LANCE = ".lance"
-LANCE_CURE = (
+LANCE_FIX = (
     "write it as Parquet, "
     '`pyarrow.dataset.write_dataset(lance.dataset(FOLDER).scanner().to_reader(), NEW, format="parquet")`'
 )
@@ -50,7 +50,7 @@ _TOOL_NAMES = ("Thumbs.db", "desktop.ini", "__MACOSX", "@eaDir", "_temporary")
 _LEFTOVERS = ("cache-", "tmp")  # prefixes of .arrow files that HF `datasets` leaves in folders
 ALL = "."  # name of the only shard if a folder is one shard
 TARS_END = ".tar"
-PACKED_CURE = "Unpack it, or run `savable convert`"
+PACKED_FIX = "Unpack it, or run `savable convert`"
 PACKED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")  # lower-case suffixes of compressed tars
 NO_SUCH_PATH = "no such path"  # reason of an error
 NO_SHARD = "no shard"  # reason of an error
@@ -87,10 +87,11 @@ def as_names(shards: Shards) -> str | tuple[str, ...]:
 class ListedFiles:
     """Local files that a user names.
 
-    `names` are relative to `root`, sorted, without hidden ones. They are all files below a folder (`whole`), or named
-    by paths, globs and braces, and may then be missing. `exact` are those named by a path. `chosen` are those that were
-    recognized, None if not yet. `complete` says that no file is missing. `folders` are the visited folders,
-    `unlistable` the errors of others, and `began_ns` is the monotonic time of the start of the listing.
+    `names` are relative to `root`, sorted, without hidden ones. With `whole` they are all files below a folder.
+    Otherwise they were named by paths, globs and braces, and may be missing. `exact` has those that were named by a
+    path. `chosen` has those of the recognized format, or is None before the recognition. `complete` says that no file
+    is missing. `folders` are the visited folders, `unlistable` the errors of others, and `started_ns` is the monotonic
+    time at the start of the listing.
     """
 
     root: Path
@@ -101,13 +102,16 @@ class ListedFiles:
     complete: bool = False
     folders: list[str] = field(default_factory=list)
     unlistable: list[ShardError] = field(default_factory=list)
-    began_ns: int = 0
+    started_ns: int = 0
 
-    def heads(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
-        """Return the first bytes of readable files, at most as many as `wanted` says."""
+    def heads(self, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
+        """Return the first bytes of readable files, by name.
+
+        At most `max_bytes[name]` are read of each.
+        """
         found = {}
-        for name, most in wanted.items():
-            with contextlib.suppress(OSError), with_handles(partial(self._opened, name)) as file:
+        for name, most in max_bytes.items():
+            with contextlib.suppress(OSError), with_handles(partial(self._open, name)) as file:
                 found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
         return found
 
@@ -115,11 +119,14 @@ class ListedFiles:
         """Yield the size of each existing file, in bytes."""
         return (path.stat().st_size for path in map(self.root.joinpath, names) if path.exists())
 
-    def _opened(self, name: str) -> BinaryIO:
+    def _open(self, name: str) -> BinaryIO:
         return open(self.root / name, "rb", opener=regular_file)
 
     def below_deepest(self, names: list[str]) -> ListedFiles:
-        """Return some of the files, below the deepest folder that has them."""
+        """Return some of the files, relative to the deepest folder that has them.
+
+        If these are all files below a folder (`whole`), they stay relative to `root`.
+        """
         folder = "" if self.whole or not names else os.path.commonpath([os.path.dirname(f"/{name}") for name in names])  # noqa: PTH120
         start = len(folder.strip("/")) + bool(folder.strip("/"))
         exact = frozenset(name[start:] for name in self.exact.intersection(names))
@@ -127,9 +134,10 @@ class ListedFiles:
 
 
 def head_size(path: str, size: int, most: int) -> int:
-    """Return how many bytes of a file to read, at most `most`.
+    """Return how many bytes of a file of this size to read, at most `most`.
 
-    Raises `ShardError` for an index of another program, which is read whole, that is larger.
+    An index of another program, for which `most` is `LARGEST_INDEX`, must be read whole. Raises `ShardError` if it is
+    larger.
     """
     if size > most >= LARGEST_INDEX:
         raise ShardError(f"{path}: {size:,} bytes, but an index has at most {most:,}. Split it, or pass format=")
@@ -139,8 +147,8 @@ def head_size(path: str, size: int, most: int) -> int:
 def list_files(files: Shards) -> ListedFiles:
     """List the files that a user names.
 
-    They are named by a folder with its subfolders, globs, braces, paths, or a list of these. The root is the folder, or
-    the deepest one that has all of them. Raises `ShardError` for nothing, and for a file that is named twice.
+    The user names a folder with its subfolders, globs, braces, paths, or a list of these. The root is that folder, or
+    the deepest one that has all files. Raises `ShardError` for an empty list, and for a file that is named twice.
     """
     specs = expand_specs(files)
     if not specs:
@@ -149,19 +157,20 @@ def list_files(files: Shards) -> ListedFiles:
         return with_handles(partial(_listed_below, Path(specs[0]).absolute()))
     unlistable: list[ShardError] = []
     found = [each for spec in specs for each in _expanded(spec, unlistable)]
-    exact = dict(found)
-    if len(exact) < len(found):
+    is_exact = dict(found)
+    if len(is_exact) < len(found):
         [(repeated, _)] = Counter(path for path, _ in found).most_common(1)
         raise ShardError(f"{repeated}: the same shard is named twice. Name it once")
-    root = os.path.commonpath([os.path.dirname(path) for path in exact])  # noqa: PTH120
-    start = len(root) + (root != "/")  # of the relative names in the paths
-    names = frozenset(path[start:] for path, is_exact in exact.items() if is_exact)
-    return ListedFiles(Path(root), sorted(path[start:] for path in exact), exact=names, unlistable=unlistable)
+    root = os.path.commonpath([os.path.dirname(path) for path in is_exact])  # noqa: PTH120
+    name_start = len(root) + (root != "/")  # where the name relative to the root starts in a path
+    exact_names = frozenset(path[name_start:] for path, is_named in is_exact.items() if is_named)
+    names = sorted(path[name_start:] for path in is_exact)
+    return ListedFiles(Path(root), names, exact=exact_names, unlistable=unlistable)
 
 
 def _listed_below(root: Path) -> ListedFiles:
     """List a folder. A relative path becomes absolute, so that it survives a change of the working folder."""
-    found = ListedFiles(root, [], whole=True, began_ns=time.monotonic_ns())
+    found = ListedFiles(root, [], whole=True, started_ns=time.monotonic_ns())
     for folder, folders, files in os.walk(root, onerror=lambda e: found.unlistable.append(_unlistable_error(e))):
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         below = os.path.relpath(folder, root)
@@ -200,10 +209,10 @@ def expand_specs(shards: Shards) -> list[str]:
     """
     names = as_names(shards)
     specs = [names] if isinstance(names, str) else names
-    return [part for spec in specs for part in ([spec] if _LITERAL_URL.match(spec) else _parts_of(spec))]
+    return [part for spec in specs for part in ([spec] if _LITERAL_URL.match(spec) else _split_spec(spec))]
 
 
-def _parts_of(spec: str) -> list[str]:
+def _split_spec(spec: str) -> list[str]:
     return [_expand_spec(part) for part in ([spec] if _exists(spec) else _SEPARATOR.split(spec))]
 
 
@@ -352,8 +361,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _count_names(braces: str) -> int:
     """Return the number of names that braces without nested ones stand for, or 1 for a range of letters."""
-    found = _NUMBERS.fullmatch(braces)
-    if found is None:
+    if (found := _NUMBERS.fullmatch(braces)) is None:
         return braces.count(",") + 1
     first, last, step = (int(number or 1) for number in found.groups())
     return abs(last - first) // max(1, abs(step)) + 1
@@ -369,8 +377,7 @@ class HubAddress(NamedTuple):
     @classmethod
     def of(cls, url: str) -> HubAddress:
         """Split an address. Raises `ShardError` if it names no dataset."""
-        found = _ADDRESS.fullmatch(url)
-        if found is None:
+        if (found := _ADDRESS.fullmatch(url)) is None:
             raise ShardError(
                 f"{url}: not a dataset of the Hub. Write hf://datasets/ORG/NAME, with @REVISION and /PATH if needed"
             )
@@ -416,16 +423,16 @@ def without_commit(address: str) -> str:
 
 
 def commits_of(addresses: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the commits in the addresses of a state, by the original address.
+    """Return the commits in the addresses of a state, by the named address.
 
     This reverses `addresses_of`.
     """
-    return {name: HubAddress.of(at).revision.encode() for name, at in addresses.items() if is_hub(name)}
+    return {name: HubAddress.of(pinned).revision.encode() for name, pinned in addresses.items() if is_hub(name)}
 
 
 def addresses_of(pinned: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the addresses of pinned datasets of the Hub, for a state.
+    """Return the addresses of pinned datasets of the Hub, with commits, for a state.
 
-    The keys are the original addresses.
+    The keys are the addresses that the user named.
     """
     return {name: HubAddress.of(name).at(commit.decode()) for name, commit in pinned.items() if is_hub(name)}

@@ -1,11 +1,11 @@
 """`Selection`: the samples of a split and a subset, numbered in dataset order.
 
     dataset     0 1 2 3 │ 4 5 6 7 │ 8 9 …      three shards
-    selection   0   1   │         │ 2 3        positions; refs have the numbers of the dataset
+    selection   0   1   │         │ 2 3        positions in the selection; refs have the indices of the dataset
 
-A subset is drawn from each shard separately, with the shard's name without its format's suffix as the key. So it is the
-same in every run, epoch and lane, and for a tar and a Parquet file with equal names and rows. It does not change when
-shards are added. Ranges of fractions that do not overlap have no sample in common.
+A subset is drawn from each shard separately, with the shard's name without its format's suffix as the random key. So a
+subset is the same in every run, epoch and lane, and for a tar and a Parquet file with equal names and rows. It does not
+change when shards are added. Ranges of fractions that do not overlap have no sample in common.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def check_subset(reader: str, subset: Subset | None) -> None:
 class Selection:
     """Some samples of a dataset with these shards.
 
-    `names` are those of the shards, `firsts` the numbers of their first samples. `shards` names the shards to use, in
-    this order (None: all). `excluded` has the rows to skip, by shard. `keys` seed the random choice from each
-    shard (None: its name). Raises `ShardError` if no sample remains.
+    `names` are the names of the shards, `firsts` the indices of their first samples, and the number of all. `shards`
+    names the shards to use, in this order (None: all). `excluded` has the rows to skip, by shard. `keys` has for each
+    shard the key of the random choice from it (None: its name). Raises `ShardError` if no sample remains.
     """
 
     def __init__(
@@ -88,23 +88,26 @@ class Selection:
 
         It may be empty.
         """
-        part = copy.copy(self)
-        part.order = self.order[self.order < shards]
-        part.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[part.order])])
-        part.count = int(part.firsts[-1])
-        return part
+        restricted = copy.copy(self)
+        restricted.order = self.order[self.order < shards]
+        restricted.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[restricted.order])])
+        restricted.count = int(restricted.firsts[-1])
+        return restricted
 
     def locate(self, positions: Rows) -> Rows:
-        """Return the dataset numbers of samples at positions: int64 of the same shape."""
-        shards = np.searchsorted(self.firsts, positions, side="right") - 1
-        found = positions - self.firsts[shards]
-        shards = self.order[shards]
+        """Return the dataset indices of samples at these positions of the selection.
+
+        The result is int64 of the same shape.
+        """
+        ranks = np.searchsorted(self.firsts, positions, side="right") - 1  # positions of shards in `order`
+        rows = positions - self.firsts[ranks]
+        shards = self.order[ranks]
         for shard in np.unique(shards).tolist():
             if self._has_subset or self._names[shard] in self._excluded:
                 in_shard = shards == shard
-                found[in_shard] = self._rows_of(shard)[found[in_shard]]
-        located: Rows = found + self._dataset_firsts[shards]
-        return located
+                rows[in_shard] = self._rows_of(shard)[rows[in_shard]]
+        indices: Rows = rows + self._dataset_firsts[shards]
+        return indices
 
     def _selected_rows(self, shard: int) -> Rows:
         """Return the selected rows of a shard, counted from its first, ascending."""
@@ -118,7 +121,7 @@ class Selection:
     def manifest(self) -> dict[str, Any]:
         """Return the values that must equal those of a saved state.
 
-        They are the numbers of shards and samples, and a hash of the selection.
+        They are the number of shards, the number of samples, and a hash of the selection.
         """
         digest = xxh3_64()
         counts = np.diff(self.firsts)
@@ -140,29 +143,29 @@ def without_ending(name: str, endings: Sequence[str]) -> str:
 
 def _order(names: list[str], first: list[str] | None) -> Rows:
     """Return the numbers of the shards `first`, in that order, then of the others."""
-    number = {name: i for i, name in enumerate(names)}
-    return np.array([number[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
+    number_of = {name: number for number, name in enumerate(names)}
+    return np.array([number_of[name] for name in dict.fromkeys([*(first or ()), *names])], dtype=np.int64)
 
 
 def _subset_ranges(keys: list[str], counts: Rows, subset: Subset | None) -> tuple[Rows, Rows]:
-    """Return the start and the end of each shard's samples in a subset, in the shard's random order."""
+    """Return two arrays: where the subset starts and ends in each shard's random order of `counts` samples."""
     if subset is None:
         return np.zeros_like(counts), counts
     if type(subset) is int:
         total = int(counts.sum())
         if subset > total:
             raise ShardError(f"subset={subset}: there are only {total} samples")
-        ends = np.array([subset * int(end) // total for end in [0, *np.cumsum(counts)]], dtype=np.int64)
-        return np.zeros_like(counts), ends[1:] - ends[:-1]
+        bounds = np.array([subset * int(end) // total for end in [0, *np.cumsum(counts)]], dtype=np.int64)
+        return np.zeros_like(counts), np.diff(bounds)
     low, high = subset if isinstance(subset, tuple) else (0.0, subset)
     offsets = np.array([derive_key("subset", "part", key) >> 32 for key in keys], dtype=np.uint64)
     return _scaled(counts, offsets, low), _scaled(counts, offsets, high)
 
 
 def _scaled(counts: Rows, offsets: NDArray[np.uint64], fraction: float) -> Rows:
-    """Return `fraction` of each count, rounded down after adding `offsets` / 2³², which are random.
+    """Return `fraction` of each count, rounded down after adding `offsets` / 2³².
 
-    So the expected total over many small shards is right.
+    The offsets are random, so the expected total over many small shards is right.
     """
     products = counts.astype(np.uint64) * np.uint64(round(fraction * _ONE))
     return ((products + offsets) >> np.uint64(32)).astype(np.int64)

@@ -32,7 +32,7 @@ class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
         name: Its name relative to the root.
         size: Its bytes.
         samples: The number of its samples; of a damaged shard, those before the damage.
-        digest: A hash of its members' names and places.
+        digest: A hash of its members' names, offsets and sizes.
         fault: The damage found when it was indexed; "" for none.
 
     Example:
@@ -87,15 +87,15 @@ class ShardNames(Sequence[str]):
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         number = range(len(self))[number]
-        return str(self.text[self._begin(number) : int(self.ends[number]) - 1], "utf-8")
+        return str(self.text[self._start(number) : int(self.ends[number]) - 1], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
         for first in range(0, len(self), _AT_ONCE):  # decode groups of names, because decoding all takes much memory
             last = min(first + _AT_ONCE, len(self)) - 1
-            yield from str(self.text[self._begin(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
+            yield from str(self.text[self._start(first) : int(self.ends[last])], "utf-8").split("\0")[:-1]
 
     def is_whole(self) -> bool:
-        """Return whether `ends` fit the names, and each name is UTF-8 and not empty."""
+        """Return whether `ends` match `text`, and each name is UTF-8 and not empty."""
         text, ends = np.frombuffer(self.text, np.uint8), self.ends
         if not len(ends) or int(ends[-1]) != len(text):
             return not len(ends) and not len(text)
@@ -107,7 +107,7 @@ class ShardNames(Sequence[str]):
             return False
 
     def first_outside(self) -> str | None:
-        """Return the first name that leads out of its folder, or None."""
+        """Return the first name of a file outside the dataset's folder, or None."""
         text = np.frombuffer(self.text, np.uint8)
         suspect = np.zeros(len(self), dtype=bool)
         if len(self):
@@ -118,10 +118,10 @@ class ShardNames(Sequence[str]):
         return next((self[i] for i in np.flatnonzero(suspect).tolist() if not is_inside(self[i])), None)
 
     def between(self, first: int, end: int) -> memoryview:
-        """Return the text of the names `first` to `end - 1`."""
-        return self.text[self._begin(first) : self._begin(end)]
+        """Return the text of the names with numbers `first` to `end - 1`."""
+        return self.text[self._start(first) : self._start(end)]
 
-    def _begin(self, number: int) -> int:
+    def _start(self, number: int) -> int:
         return int(self.ends[number - 1]) if number else 0
 
 

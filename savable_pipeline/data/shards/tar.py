@@ -40,14 +40,14 @@ _METADATA = re.compile(r"__[^/]*__($|/)|(.*/)?\._", re.DOTALL)  # `._a` is metad
 
 
 class Member(NamedTuple):
-    """Member of a tar: name, offsets of headers and payload, and size in bytes."""
+    """Member of a tar."""
 
     name: str
-    header: int
-    payload: int
-    size: int
-    regular: bool  # whether it is a file, and no folder or link
-    link: str = ""  # target of a link
+    header: int  # offset of its first header
+    payload: int  # offset of its content
+    size: int  # bytes of its content
+    is_regular: bool  # whether it is a file, and no folder or link
+    link_target: str = ""  # "" if it is no link
 
     @property
     def end(self) -> int:
@@ -56,7 +56,7 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class Extent:
+class SampleInTar:
     """The members of one sample, in their order in the tar, with their extensions."""
 
     key: str
@@ -97,17 +97,17 @@ def tar_compression(head: bytes) -> str | None:
     return compression_of(head) or None
 
 
-def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[Extent]:
+def samples(path: str, fd: int, links: list[Member] | None = None) -> Iterator[SampleInTar]:
     """Yield the samples of an open tar: runs of adjacent members with one key.
 
     Links that would be parts of a sample if they were files are added to `links`. Raises `ShardError`.
     """
-    sample: Extent | None = None
+    sample: SampleInTar | None = None
     for member, key, extension in sample_members(members(path, fd), links):
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
-            sample = Extent(key)
+            sample = SampleInTar(key)
         if extension in sample.extensions:
             raise ShardError(
                 f"{path}: sample {key!r} has the extension {extension!r} twice, again at byte {member.header}. Rename "
@@ -125,10 +125,10 @@ def sample_members(found: Iterable[Member], links: list[Member] | None = None) -
     See `samples` for `links`.
     """
     for member in found:
-        parts = split_name(member.name) if member.regular else None
-        if parts is not None:
-            yield member, *parts
-        elif links is not None and member.link and split_name(member.name) is not None:
+        key_and_extension = split_name(member.name) if member.is_regular else None
+        if key_and_extension is not None:
+            yield member, *key_and_extension
+        elif links is not None and member.link_target and split_name(member.name) is not None:
             links.append(member)
 
 
@@ -154,9 +154,10 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
         kind = header[156:157]
         fields = {} if kind in _EXTENDING else {**global_fields, **member_fields}
         name = fields.get("path") or long_name or _header_name(header)
-        regular = kind in _REGULAR and not name.endswith("/")
+        is_regular = kind in _REGULAR and not name.endswith("/")
         size = int(fields["size"]) if "size" in fields else _parse_number(path, offset, header, slice(124, 136))
-        if kind in _NO_PAYLOAD or (kind == b"\0" and not regular):  # in v7, a name that ends with a slash is a folder
+        # In v7, a name that ends with a slash is a folder.
+        if kind in _NO_PAYLOAD or (kind == b"\0" and not is_regular):
             size = 0
         payload = offset + BLOCK
         if payload + size > end_of_file:
@@ -178,16 +179,16 @@ def members(path: str, fd: int, offset: int = 0) -> Iterator[Member]:
             continue
         if kind == _SPARSE or "GNU.sparse" in fields:
             raise ShardError(f"{path}: the member at byte {start} is a sparse file. Write the shard without --sparse")
-        link = ""
+        target = ""
         if kind in (_HARD, _SYMBOLIC):
-            link = fields.get("linkpath") or long_link or _decoded(header[157:257])
-            link = posixpath.join(posixpath.dirname(name), link) if kind == _SYMBOLIC else link
-        yield Member(name, start, payload, size, regular, link)
+            target = fields.get("linkpath") or long_link or _decoded(header[157:257])
+            target = posixpath.join(posixpath.dirname(name), target) if kind == _SYMBOLIC else target
+        yield Member(name, start, payload, size, is_regular, target)
         long_name, long_link, member_fields, start = None, None, {}, offset
 
 
 def _check_end(path: str, fd: int, offset: int, end_of_file: int) -> None:
-    """Raise `ShardError` unless two zero blocks follow, and zeros up to a whole record of at most 64 KiB.
+    """Raise `ShardError` unless only zeros follow: two blocks, padded to a whole record of at most 64 KiB.
 
     More zeros may be a shard whose content was lost from some offset on.
     """
@@ -250,7 +251,7 @@ def _read_extended(path: str, fd: int, payload: int, size: int) -> bytes:
 
 
 def _pax_records(path: str, offset: int, block: bytes) -> dict[str, str]:
-    """Return the records of a PAX header that name or locate a member, by key.
+    """Return the records of a PAX header that name a member or give its size, by key.
 
     A record is its length, a blank, `key=value` and a newline. Other records are dropped, because a tar may have
     millions of them.

@@ -3,10 +3,11 @@
     starts   uint64 (samples,)      offset of the sample's first header in its shard
     layouts  uint32 (samples,)      the sample's number in the header's table of layouts: extensions in order, and
                                     512-byte header blocks before each payload. Absent if always 0
-    firsts   uint64 (samples,)      where the sample's sizes start. Absent if all samples have equally many members
+    firsts   uint64 (samples,)      index in `sizes` of the sample's first member. Absent if all samples have equally
+                                    many members
     sizes    uint32/64 (members,)   size of each member's payload in bytes
 
-A row is a sample. Links are counted, and tar_store.py resolves them.
+A row is a sample. Members that are links are counted here, and tar_store.py resolves them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from savable_pipeline.data.shards.index import (
 )
 from savable_pipeline.data.shards.number_spool import NumberSpool, spooled
 from savable_pipeline.data.shards.shard_list import Count, ShardEntry, check_utf8
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, members, sample_members, samples
+from savable_pipeline.data.shards.tar import BLOCK, Member, SampleInTar, members, sample_members, samples
 from savable_pipeline.errors import ShardError
 
 LayoutParts: TypeAlias = tuple[tuple[str, Count], ...]  # (extension, header blocks before its payload), ...
@@ -110,30 +111,30 @@ class TarWriter(BlobWriter):
         self._layouts: dict[LayoutParts, int] = {}
         self._links: dict[int, Links] = {}
         self._shards = self._parts = 0
-        self._wide = False
+        self._has_large = False  # whether a part has 4 GiB or more
 
     def add(self, rows: bytes) -> tuple[int, int]:
         """See `BlobWriter.add`."""
-        found = msgspec.msgpack.decode(rows, type=TarColumns)
-        numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in found.layouts]
-        starts, sizes = np.frombuffer(found.starts, "<u8"), np.frombuffer(found.sizes, "<u8")
-        layout_of = np.frombuffer(found.layout_of, "<u4")
-        if numbers != [*range(len(numbers))]:  # without this test, a huge shard would be copied needlessly
-            layout_of = np.array(numbers, "<u4")[layout_of]
+        columns = msgspec.msgpack.decode(rows, type=TarColumns)
+        new_numbers = [self._layouts.setdefault(layout, len(self._layouts)) for layout in columns.layouts]
+        starts, sizes = np.frombuffer(columns.starts, "<u8"), np.frombuffer(columns.sizes, "<u8")
+        layout_of = np.frombuffer(columns.layout_of, "<u4")
+        if new_numbers != [*range(len(new_numbers))]:  # without this test, a huge shard would be copied needlessly
+            layout_of = np.array(new_numbers, "<u4")[layout_of]
         self._starts.write(starts.data)
         self._layout_of.write(layout_of.data)
         self._sizes.write(sizes.data)
         self._parts += len(sizes)
-        self._wide = self._wide or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
-        if found.links.count:
-            self._links[self._shards] = found.links
+        self._has_large = self._has_large or (bool(len(sizes)) and int(sizes.max()) >= 1 << 32)
+        if columns.links.count:
+            self._links[self._shards] = columns.links
         self._shards += 1
         return len(starts), check_of(starts, layout_of, sizes)
 
     def format_data(self) -> bytes:
         """See `BlobWriter.format_data`."""
         return msgspec.msgpack.encode(
-            TarIndexHeader(list(self._layouts), self._members, 8 if self._wide else 4, self._parts, self._links)
+            TarIndexHeader(list(self._layouts), self._members, 8 if self._has_large else 4, self._parts, self._links)
         )
 
     def write(self, file: BinaryIO) -> None:
@@ -143,7 +144,7 @@ class TarWriter(BlobWriter):
             write_aligned(file, blocks_of(self._layout_of, "<u4"))
         if not self._members:
             write_aligned(file, self._firsts())
-        write_aligned(file, (each.astype(f"<u{8 if self._wide else 4}") for each in blocks_of(self._sizes, "<u8")))
+        write_aligned(file, (each.astype(f"<u{8 if self._has_large else 4}") for each in blocks_of(self._sizes, "<u8")))
 
     @property
     def _members(self) -> int:
@@ -163,14 +164,14 @@ class TarWriter(BlobWriter):
 class Layout:
     """Extensions of a sample in order, and sizes of its headers.
 
-    `position` is the number of the member with an extension. `gaps` are the bytes of headers before each payload.
+    `member_of` has the number of the member with an extension, and `gaps` the bytes of headers before each payload.
     """
 
-    __slots__ = ("gaps", "position")
+    __slots__ = ("gaps", "member_of")
 
     def __init__(self, parts: Iterable[tuple[str, int]]) -> None:
         pairs = list(parts)
-        self.position = {extension: i for i, (extension, _) in enumerate(pairs)}
+        self.member_of = {extension: i for i, (extension, _) in enumerate(pairs)}
         self.gaps = [blocks * BLOCK for _, blocks in pairs]
 
 
@@ -206,12 +207,12 @@ class TarIndex(ShardIndex):
         self.layouts = [Layout(parts) for parts in tar_header.layouts]
         self.members = tar_header.members
         count = int(self.shard_rows[-1])
-        self.starts, at_layouts = array_at(path, view, self.begin, "Q", count)
-        self.layout_of, at_firsts = array_at(path, view, at_layouts, "I", count if len(self.layouts) > 1 else 0)
-        self.firsts, at_sizes = array_at(path, view, at_firsts, "Q", 0 if self.members else count)
-        self.sizes, end = array_at(path, view, at_sizes, "Q" if tar_header.size_bytes == 8 else "I", tar_header.sizes)
+        self.starts, layouts_at = array_at(path, view, self.rows_start, "Q", count)
+        self.layout_of, firsts_at = array_at(path, view, layouts_at, "I", count if len(self.layouts) > 1 else 0)
+        self.firsts, sizes_at = array_at(path, view, firsts_at, "Q", 0 if self.members else count)
+        self.sizes, end = array_at(path, view, sizes_at, "Q" if tar_header.size_bytes == 8 else "I", tar_header.sizes)
         self.check_end(path, end)
-        self._array_offsets = self.begin, at_layouts, at_firsts, at_sizes
+        self._array_offsets = self.rows_start, layouts_at, firsts_at, sizes_at
 
     def layout(self, row: int) -> Layout:
         """Return the layout of the sample in `row`."""
@@ -235,15 +236,14 @@ class TarIndex(ShardIndex):
         found: dict[str, list[NDArray[np.int64]]] = {}
         for number, layout in enumerate(self.layouts):
             of_layout = firsts[layouts == number]
-            for extension, member in layout.position.items() if len(of_layout) else ():
+            for extension, member in layout.member_of.items() if len(of_layout) else ():
                 found.setdefault(extension, []).append(sizes[of_layout + member].astype(np.int64))
         return {extension: np.concatenate(parts) for extension, parts in found.items()}
 
     def is_whole(self, number: int) -> bool:
         """See `ShardIndex.is_whole`. A part larger than its shard is invalid too."""
         rows = self.rows_of(number)
-        sizes = self._sizes_of(slice(rows.start, rows.stop))
-        if sizes is None:
+        if (sizes := self._sizes_of(slice(rows.start, rows.stop))) is None:
             return False
         starts = np.asarray(self.starts)[rows.start : rows.stop]
         if check_of(starts, self._layouts_of(rows), np.asarray(sizes)) != self.checks[number]:
@@ -276,45 +276,45 @@ class TarIndex(ShardIndex):
         """See `ShardIndex.rows_from`."""
         found: list[tuple[int, bytes]] = []
 
-        def part(number: int, kind: str, first: int, count: int) -> NDArray[Any]:
+        def fetch(array: int, kind: str, first: int, count: int) -> NDArray[Any]:
             width = np.dtype(kind).itemsize
-            start = self._array_offsets[number] + first * width
+            start = self._array_offsets[array] + first * width
             raw = get(start, start + count * width) if count else b""
             found.append((start, raw))
             return np.frombuffer(raw, kind)
 
         bounds = self.shard_rows[shards.start : shards.stop + 1]
         row, count = int(bounds[0]), int(bounds[-1] - bounds[0])
-        starts = part(0, "<u8", row, count)
-        layout_of = part(1, "<u4", row, count) if self.layout_of else np.zeros(count, "<u4")
+        starts = fetch(0, "<u8", row, count)
+        layout_of = fetch(1, "<u4", row, count) if self.layout_of else np.zeros(count, "<u4")
         if count and int(layout_of.max()) >= len(self.layouts):
             raise ShardError("its rows have no layout")
         ends = np.cumsum([0, *np.array([len(layout.gaps) for layout in self.layouts])[layout_of]])
         first = row * self.members
         if not self.members and count:
-            firsts = part(2, "<u8", row, count).astype(np.int64)
+            firsts = fetch(2, "<u8", row, count).astype(np.int64)
             first = int(firsts[0])
             if (firsts - first != ends[:-1]).any():
                 raise ShardError("its rows do not follow each other")
         if not 0 <= first <= len(self.sizes) - int(ends[-1]):
             raise ShardError("its sizes lie behind its end")
-        sizes = part(3, "<u8" if self.sizes.itemsize == 8 else "<u4", first, int(ends[-1]))
+        sizes = fetch(3, "<u8" if self.sizes.itemsize == 8 else "<u4", first, int(ends[-1]))
         for shard, (begin, end) in zip(shards, itertools.pairwise((bounds - row).tolist()), strict=True):
             check = check_of(starts[begin:end], layout_of[begin:end], sizes[ends[begin] : ends[end]])
             if check != self.checks[shard]:
                 raise ShardError(f"the rows of {self.shards.names[shard]} do not match their checksum")
         return found
 
-    def header_matches(self, name: str, fd: int, row: int, most: int | None = None) -> bool:
-        """Return whether the first `most` members of a sample match the index.
+    def header_matches(self, name: str, fd: int, row: int, max_members: int | None = None) -> bool:
+        """Return whether members of a sample have one key and match the index.
 
-        None means all. They must have one key.
+        The first `max_members` are compared (None: all).
         """
         keys = set()
         try:
             layout = self.layout(row)
             found = sample_members(members(name, fd, self.starts[row]))
-            for number, extension in enumerate(itertools.islice(layout.position, most)):
+            for number, extension in enumerate(itertools.islice(layout.member_of, max_members)):
                 member, key, found_extension = next(found)
                 if found_extension != extension or (member.payload, member.size) != self.extent(row, number, layout):
                     return False
@@ -339,11 +339,12 @@ def read_tar_table(file: ByteSource, name: str) -> ShardTable:
 
     Damage becomes the `fault` of its entry, which still has the samples before it.
     """
-    found, keys, fault, fd = ShardRows(name), NumberSpool(), "", file.fileno()
+    found, key_hashes = ShardRows(name), NumberSpool()
+    fault, fd = "", file.fileno()
     try:
-        for extent in samples(name, fd, found.links):
-            found.add(extent)
-            keys.append(hash(extent.key) % (1 << 64))
+        for sample in samples(name, fd, found.links):
+            found.add(sample)
+            key_hashes.append(hash(sample.key) % (1 << 64))
         for member in members(name, fd, found.end):
             found.end = member.end
     except OSError as error:
@@ -354,7 +355,7 @@ def read_tar_table(file: ByteSource, name: str) -> ShardTable:
         fault = str(error)
     if not fault:
         _warn_if_suspicious(name, file.size, found)
-    note = _torn_warning(name, fd, found, keys)
+    note = _torn_warning(name, fd, found, key_hashes)
     if note:
         log.warning("%s: %s", name, note)
     return found.table(file.size, fault, note)
@@ -367,8 +368,8 @@ def tar_matches_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
     """
     assert isinstance(index, TarIndex), index
     rows, name = index.rows_of(number), index.shards.names[number]
-    some = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
-    return all(index.header_matches(name, file.fileno(), row) for row in some)
+    checked = {rows[0], rows[len(rows) // 2], rows[-1]} if rows else set()
+    return all(index.header_matches(name, file.fileno(), row) for row in checked)
 
 
 def _warn_if_suspicious(path: str, size: int, found: ShardRows) -> None:
@@ -397,10 +398,11 @@ def _torn_warning(name: str, fd: int, found: ShardRows, key_hashes: NumberSpool)
     Each place is read as a sample of its own. There is no warning if both have a file of the same extension, because
     two samples then happen to have one key.
     """
-    torn, first_parts = [], dict[int, set[str]]()  # by hash of the key
-    layouts, layout_of = [{extension for extension, _ in each} for each in found.layouts], found.layout_of.numbers()
+    torn, first_parts = list[int](), dict[int, set[str]]()  # rows, and extensions by hash of the key
+    extension_sets = [{extension for extension, _ in layout} for layout in found.layouts]
+    layout_of = found.layout_of.numbers()
     for row, key_hash in key_hashes.repeated():
-        extensions = layouts[layout_of[row]]
+        extensions = extension_sets[layout_of[row]]
         if not first_parts.setdefault(key_hash, extensions) & extensions:
             torn.append(row)
     if not torn:
@@ -426,24 +428,24 @@ class ShardRows:
         self.sample_bytes = 0  # including headers
         self.links: list[Member] = []  # links that would be parts of samples if they were files
 
-    def add(self, extent: Extent) -> None:
+    def add(self, sample: SampleInTar) -> None:
         """Add a sample, which must follow all earlier ones.
 
         Raises `ShardError` for a name that is not UTF-8.
         """
-        layout = _layout(extent)
+        layout = _layout(sample)
         for extension, _ in layout if layout not in self.layouts else ():
             check_utf8(self.name, extension)
-        self.starts.buffer.append(extent.members[0].header)
+        self.starts.buffer.append(sample.members[0].header)
         self.layout_of.buffer.append(self.layouts.setdefault(layout, len(self.layouts)))
-        self.sizes.buffer.extend([member.size for member in extent.members])
+        self.sizes.buffer.extend([member.size for member in sample.members])
         self.samples += 1
         if self.samples % _AT_ONCE == 0:
             for column in (self.starts, self.layout_of, self.sizes):
                 column.write()
-        self.end = extent.members[-1].end
-        self.sample_bytes += self.end - extent.members[0].header
-        for member in extent.members:
+        self.end = sample.members[-1].end
+        self.sample_bytes += self.end - sample.members[0].header
+        for member in sample.members:
             self.digest.update(f"{member.name}\0{member.payload}\0{member.size}\0".encode("utf-8", "surrogateescape"))
 
     def table(self, size: int, fault: str, note: str = "") -> ShardTable:
@@ -454,10 +456,10 @@ class ShardRows:
         return TarColumns(starts, self.end, list(self.layouts), layout_of, sizes, links).table(entry, note)
 
 
-def _layout(extent: Extent) -> LayoutParts:
-    ends = [extent.members[0].header, *(member.end for member in extent.members)]
-    gaps = [(member.payload - end) // BLOCK for member, end in zip(extent.members, ends, strict=False)]
-    return tuple(zip(extent.extensions, gaps, strict=True))
+def _layout(sample: SampleInTar) -> LayoutParts:
+    previous_ends = [sample.members[0].header, *(member.end for member in sample.members)]
+    blocks = [(member.payload - end) // BLOCK for member, end in zip(sample.members, previous_ends, strict=False)]
+    return tuple(zip(sample.extensions, blocks, strict=True))
 
 
 def write_tar_idx(shard: Path, table: ShardTable) -> None:

@@ -45,7 +45,8 @@ def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: A
 
     The limits are `most` values and 100 characters for a number. With `aliases=False`, aliases are errors too.
 
-    It checks the events before anything is constructed, because deep YAML overflows the stack of the fast loader.
+    The parser's events are checked before values are constructed, because deep YAML overflows the stack of the fast
+    loader.
     """
     counts = [0]  # values so far in each open list or mapping, the outermost first
     anchors: list[str | None] = []  # anchors of the open lists and mappings
@@ -56,9 +57,9 @@ def check_yaml(raw: bytes, *, aliases: bool, most: int = _MOST_VALUES, loader: A
             counts.append(1)
             anchors.append(anchor)
         elif isinstance(event, yaml.CollectionEndEvent):
-            size, named = counts.pop(), anchors.pop()
+            size, own_anchor = counts.pop(), anchors.pop()
             counts[-1] += size
-            sizes.update({} if named is None else {named: size})
+            sizes.update({} if own_anchor is None else {own_anchor: size})
         elif isinstance(event, yaml.AliasEvent):
             if not aliases:
                 raise ValueError(f"{_position(event)}: an alias. Write the value itself")

@@ -1,4 +1,4 @@
-"""The format of Arrow IPC files and streams, and of folders of HF `datasets`.
+"""The format of Arrow IPC files and streams, also in folders of HF `datasets`.
 
     save_to_disk      state.json names the files; for a DatasetDict, dataset_dict.json names a folder for each split
     the cache         dataset_info.json names the splits, which share a folder; cache-*.arrow are results of `map`

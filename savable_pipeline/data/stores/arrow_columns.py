@@ -51,10 +51,10 @@ _MEDIA = frozenset(("jpg", "png", "gif", "bmp", "tiff", "flac", "ogg", "mp3", "w
 
 
 class BrokenColumnError(ValueError):
-    """Error: the buffers of a column contradict its type."""
+    """Error for a column whose buffers contradict its type."""
 
 
-def _numbers(buffer: Any, kind: str) -> memoryview[Any]:
+def _number_view(buffer: Any, kind: str) -> memoryview[Any]:
     """Return the numbers in a buffer, which may be None, by their type code `kind`."""
     raw = memoryview(b"" if buffer is None else buffer).cast("B")
     found: memoryview[Any] = raw[: len(raw) // calcsize(kind) * calcsize(kind)].cast(kind)  # type: ignore[call-overload]
@@ -79,7 +79,7 @@ class Validity:
         """Return whether a row may be null."""
         return self._bits is not None
 
-    def of(self, row: int) -> bool:
+    def is_valid(self, row: int) -> bool:
         """Return whether a row is not null. Raises `BrokenColumnError`."""
         if self._bits is None:
             return True
@@ -106,9 +106,9 @@ class Unread(Protocol):
     """Source of the values of arrays that are partly not in memory."""
 
     def reader(self, buffer: Any, /) -> Callable[[int, int], bytes] | None:
-        """Return a function of (begin, end) that reads these bytes of a buffer.
+        """Return a function of (begin, end) that reads these bytes of a buffer, or None.
 
-        The result is None if the buffer is in memory.
+        It is None for a buffer in memory.
         """
 
     def rows(self, array: Any, first: int, count: int, /) -> Any:
@@ -134,14 +134,13 @@ class BytesColumn:
         _, offsets, data = array.buffers()
         self._first, self.validity = array.offset, Validity(array)
         self._has_nulls = self.validity.has_nulls
-        self._offsets, self._data = _numbers(offsets, OFFSETS[str(array.type)]), _numbers(data, "B")
+        self._offsets, self._data = _number_view(offsets, OFFSETS[str(array.type)]), _number_view(data, "B")
         self._read = None if unread is None else unread.reader(data)
         self.rows = max(0, len(self._offsets) - 1 - self._first)  # rows that the offsets buffer covers
 
     def value(self, row: int) -> bytes | None:
         """Return the bytes of a row, or None for null. Raises `BrokenColumnError`."""
-        byte_range = self._byte_range(row)
-        if byte_range is None:
+        if (byte_range := self._byte_range(row)) is None:
             return None
         begin, end = byte_range
         return self._data[begin:end].tobytes() if self._read is None else self._read(begin, end)
@@ -164,7 +163,7 @@ class BytesColumn:
 
     def _byte_range(self, row: int) -> tuple[int, int] | None:
         """Return where the bytes of a row start and end, or None for null. Raises `BrokenColumnError`."""
-        if self._has_nulls and not self.validity.of(row):
+        if self._has_nulls and not self.validity.is_valid(row):
             return None
         row += self._first
         try:
@@ -183,11 +182,11 @@ class NumberColumn:
         _, data = array.buffers()
         self._first, self._validity = array.offset, Validity(array)
         self._has_nulls = self._validity.has_nulls
-        self._values = _numbers(data, NUMBER_FORMATS[str(array.type)])
+        self._values = _number_view(data, NUMBER_FORMATS[str(array.type)])
 
     def value(self, row: int) -> bytes | None:
         """Return the value of a row as JSON, or None for null. Raises `BrokenColumnError`."""
-        if self._has_nulls and not self._validity.of(row):
+        if self._has_nulls and not self._validity.is_valid(row):
             return None
         row += self._first
         try:
@@ -291,7 +290,7 @@ def _needs_conversion(kind: Any) -> bool:
 def plain_value(value: Any) -> Any:
     """Return a value for JSON, or raise ValueError.
 
-    Times are in UTC as ISO 8601, durations in seconds, tensors nested lists, and strings of JSON are parsed.
+    Times become ISO 8601 in UTC, durations seconds, and tensors nested lists. JSON in strings is parsed.
     """
     kind = value.type
     if not value.is_valid or not _needs_conversion(kind):
@@ -299,7 +298,8 @@ def plain_value(value: Any) -> Any:
     if isinstance(kind, _JSON):
         return json.loads(value.as_py())
     if tensor := _tensor_axes(kind):
-        return np.array(value.as_py(), object).reshape(tensor[0]).transpose(tensor[1]).tolist()
+        shape, axes = tensor
+        return np.array(value.as_py(), object).reshape(shape).transpose(axes).tolist()
     if pa.types.is_duration(kind):
         return value.value / _UNITS[kind.unit]
     if pa.types.is_struct(kind):
@@ -331,26 +331,26 @@ class MediaColumn:
     """Column of media such as images: structs of `bytes` and `path`, or only bytes."""
 
     def __init__(self, array: Any, unread: Unread | None = None) -> None:
-        self._bare = not pa.types.is_struct(array.type)
-        data, paths = (array, None) if self._bare else (array.field("bytes"), array.field("path"))
+        self._is_bytes_only = not pa.types.is_struct(array.type)
+        data, paths = (array, None) if self._is_bytes_only else (array.field("bytes"), array.field("path"))
         self._validity, self._paths = Validity(array), _bytes_column(paths, len(array), unread)
         self._rows = min(len(array), self._paths.rows)
         self._bytes = _bytes_column(data, self._rows, unread)
 
     def value(self, row: int) -> bytes | None:
         """Return the bytes of a row, or None for null. Raises `BrokenColumnError`."""
-        return self._bytes.value(row) if self._validity.of(row) else None
+        return self._bytes.value(row) if self._validity.is_valid(row) else None
 
     def has_part(self, row: int) -> bool:
         """Return whether a row has bytes.
 
         Raises `BrokenColumnError`.
         """
-        return self._validity.of(row) and self._bytes.has_part(row)
+        return self._validity.is_valid(row) and self._bytes.has_part(row)
 
     def is_null(self, row: int) -> bool:
         """Return whether a row has no bytes. Raises `BrokenColumnError`."""
-        return not (self._validity.of(row) and self._bytes.validity.of(row))
+        return not (self._validity.is_valid(row) and self._bytes.validity.is_valid(row))
 
     def extension(self, row: int) -> str:
         """Return the extension of a row's path, or the one detected from its first bytes.
@@ -361,10 +361,10 @@ class MediaColumn:
         if extension:
             return extension
         found = media_of(self._bytes.head(row, 12), _MEDIA)
-        return "" if self._bare and found not in IMAGE_PARTS else found
+        return "" if self._is_bytes_only and found not in IMAGE_PARTS else found
 
     @cached_property
-    def named(self) -> NDArray[np.int64]:
+    def path_rows(self) -> NDArray[np.int64]:
         """Return the rows that have a path and no bytes."""
         nulls = self._bytes.validity.nulls(self._rows)
         if nulls.any():
@@ -373,8 +373,9 @@ class MediaColumn:
 
     def file(self, row: int) -> str | None:
         """Return the path of a row without bytes, or None for any other row."""
-        position = int(np.searchsorted(self.named, row))
-        return self._path(row) if position < len(self.named) and self.named[position] == row else None
+        position = int(np.searchsorted(self.path_rows, row))
+        has_only_path = position < len(self.path_rows) and self.path_rows[position] == row
+        return self._path(row) if has_only_path else None
 
     def _has_path(self, row: int) -> bool:
         try:
@@ -395,7 +396,7 @@ class MediaListColumn:
         self._count = len(array.values)
         self._list_size = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0  # 0 if it varies
         if not self._list_size:
-            self._offsets = _numbers(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
+            self._offsets = _number_view(array.buffers()[1], "q" if pa.types.is_large_list(array.type) else "i")
         available = self._count // self._list_size if self._list_size else len(self._offsets) - 1
         self._rows = min(len(array), available - self._first)
 
@@ -408,7 +409,7 @@ class MediaListColumn:
 
     def elements(self, row: int) -> range:
         """Return the range of a row's elements in `items`, which is empty for null."""
-        if not self._validity.of(row):
+        if not self._validity.is_valid(row):
             return range(0)
         row += self._first
         try:
@@ -425,13 +426,13 @@ class MediaListColumn:
 
     def is_null(self, row: int) -> bool:
         """Return whether a row is null. An empty list is not."""
-        return not self._validity.of(row)
+        return not self._validity.is_valid(row)
 
     @cached_property
-    def named(self) -> NDArray[np.int64]:
+    def path_rows(self) -> NDArray[np.int64]:
         """Return the rows with an element that has a path and no bytes."""
-        if not len(self.items.named):
-            return self.items.named
+        if not len(self.items.path_rows):
+            return self.items.path_rows
         return np.array([row for row in range(self._rows) if self._names_files(row)], np.int64)
 
     def _names_files(self, row: int) -> bool:
@@ -444,7 +445,7 @@ class MediaListColumn:
 def _bytes_column(array: Any, rows: int, unread: Unread | None) -> BytesColumn:
     """Return the column of bytes or of paths, with `rows` nulls if there is no array.
 
-    The same holds for an array of the null type, which Arrow uses if no row of a file has a value.
+    An array of the null type, which Arrow uses if no row of a file has a value, becomes nulls too.
     """
     if array is None or pa.types.is_null(array.type):
         array = pa.nulls(rows, pa.binary())
@@ -474,20 +475,16 @@ def holds_media(field: Any) -> bool:
 
 def _is_image(name: str, kind: Any) -> bool:
     """Return whether a column seems to have the bytes of images, by its name and type."""
-    return name.lower() in _IMAGES and str(kind) in _BYTES[:-1]
+    return name.lower() in _IMAGES and str(kind) in _BYTES and str(kind) != "null"
 
 
 def is_media(kind: Any) -> bool:
     """Return whether a type is a struct of exactly `bytes` and `path`."""
     if not pa.types.is_struct(kind) or kind.num_fields != 2:
         return False
-    fields = _fields(kind)
+    fields = {kind.field(i).name: str(kind.field(i).type) for i in range(kind.num_fields)}
     known = fields.get("bytes") in _BYTES and fields.get("path") in _PATHS
     return known and set(fields.values()) != {"null"}
-
-
-def _fields(kind: Any) -> dict[str, str]:
-    return {kind.field(i).name: str(kind.field(i).type) for i in range(kind.num_fields)}
 
 
 def is_media_list(kind: Any) -> bool:
@@ -511,7 +508,7 @@ PartSource: TypeAlias = "str | tuple[str, int]"
 
 
 class NoBytesError(ValueError):
-    """Error: a row names files without their bytes."""
+    """Error for a row that names files without their bytes."""
 
 
 class ArrowRows:
@@ -532,8 +529,8 @@ class ArrowRows:
         unread: Unread | None = None,
     ) -> None:
         self._batches: list[dict[str, Any]] = [
-            {name: column_of(name, column, unread) for name, column in zip(b.schema.names, b.columns, strict=True)}
-            for b in batches
+            {name: column_of(name, batch.column(i), unread) for i, name in enumerate(batch.schema.names)}
+            for batch in batches
         ]
         self._firsts = [0]
         for batch in batches:
@@ -543,10 +540,11 @@ class ArrowRows:
         self._constants = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
-        counts = {name: sum(len(b[name].named) for b in self._batches) for name in [*self._media, *self._lists]}
+        media = [*self._media, *self._lists]
+        counts = {name: sum(len(columns[name].path_rows) for columns in self._batches) for name in media}
         # number of rows that name files without their bytes, by column
-        self._naming = {name: count for name, count in counts.items() if count}
-        self._rejects = bool(self._naming) and not partial
+        self._path_counts = {name: count for name, count in counts.items() if count}
+        self._rejects_paths = bool(self._path_counts) and not partial
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -565,7 +563,7 @@ class ArrowRows:
 
     def read(self, row: int, extension: str) -> bytes:
         """Return the bytes of a part. Raises KeyError if it is missing, `NoBytesError`."""
-        if self._rejects:
+        if self._rejects_paths:
             self._check_bytes(row)
         if extension in self._names:
             in_first = row < self._firsts[1]  # inlined from `value`, because a call is slow
@@ -574,7 +572,7 @@ class ArrowRows:
                 return found
         parts = dict(self.parts(row))
         source = parts[find_part(extension, parts)]
-        data = self._constants[source] if source in self._constants else self._at(row, source)
+        data = self._constants[source] if source in self._constants else self._value_at(row, source)
         assert data is not None, source
         return data
 
@@ -583,8 +581,8 @@ class ArrowRows:
 
         The result is None for strings, bytes and missing parts.
         """
-        name = _named(extension, self._names)
-        column, position = self._column(row, name) if name in self._names and not self._rejects else (None, 0)
+        name = _equal_name(extension, self._names)
+        column, position = self._column(row, name) if name in self._names and not self._rejects_paths else (None, 0)
         if not isinstance(column, NumberColumn | ValueColumn) or not column.has_part(position):
             return None
         try:
@@ -594,7 +592,7 @@ class ArrowRows:
 
     def extensions(self, row: int) -> list[str]:
         """Return the names of the parts that a row has. Raises `NoBytesError`."""
-        if self._rejects:
+        if self._rejects_paths:
             self._check_bytes(row)
         return [part for part, _ in self.parts(row)]
 
@@ -621,8 +619,8 @@ class ArrowRows:
         """Return the files that a row names without their bytes."""
         return [
             NamedFile(name, path, extension and self._part_name(name, extension, number))
-            for name in self._naming
-            for number, path in self._paths(row, name)
+            for name in self._path_counts
+            for number, path in self._paths_without_bytes(row, name)
             for extension in [extension_of(path)]
         ]
 
@@ -630,7 +628,7 @@ class ArrowRows:
         """Return the bytes of the non-null parts of a row, by their source."""
         found: dict[PartSource, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
         for name in self._lists:
-            found |= {source: self._at(row, source) for _, source in self._elements(row, name)}
+            found |= {source: self._value_at(row, source) for _, source in self._elements(row, name)}
         found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
         return {source: value for source, value in found.items() if value is not None}
 
@@ -639,12 +637,12 @@ class ArrowRows:
         return RetainedRow(self, row)
 
     def fault(self, row: int) -> str:
-        """Return why a row cannot be read: a column names a file without its bytes.
+        """Return why a row cannot be read: which column names a file without bytes.
 
         The result is "" for a row with all bytes.
         """
-        for file in self.named_files(row) if self._rejects else ():
-            counts = f"{self._naming[file.column]:,} of {len(self):,} rows have a path and no bytes"
+        for file in self.named_files(row) if self._rejects_paths else ():
+            counts = f"{self._path_counts[file.column]:,} of {len(self):,} rows have a path and no bytes"
             return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({counts})"
         return ""
 
@@ -652,12 +650,13 @@ class ArrowRows:
         if fault := self.fault(row):
             raise NoBytesError(fault)
 
-    def _at(self, row: int, source: PartSource) -> bytes | None:
+    def _value_at(self, row: int, source: PartSource) -> bytes | None:
         """Return the bytes at a source of a row."""
         if isinstance(source, str):
             return self.value(row, source)
-        column, elements = self._list(row, source[0])
-        found: bytes | None = column.items.value(elements[source[1]])
+        name, number = source
+        column, elements = self._list_column(row, name)
+        found: bytes | None = column.items.value(elements[number])
         return found
 
     def _column(self, row: int, name: str) -> tuple[Any, int]:
@@ -665,7 +664,7 @@ class ArrowRows:
         batch = bisect_right(self._firsts, row) - 1
         return self._batches[batch][name], row - self._firsts[batch]
 
-    def _list(self, row: int, name: str) -> tuple[Any, range]:
+    def _list_column(self, row: int, name: str) -> tuple[Any, range]:
         """Return the column of lists with a row, and the range of the row's elements."""
         column, row = self._column(row, name)
         return column, column.elements(row)
@@ -678,19 +677,19 @@ class ArrowRows:
 
     def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartSource]]:
         """Yield `0.jpg`, `1.jpg`, … for the images in a list of a row, and the source of each."""
-        column, elements = self._list(row, name)
+        column, elements = self._list_column(row, name)
         for i, element in enumerate(elements):
             if column.items.has_part(element):
                 yield self._part_name(name, column.items.extension(element), i), (name, i)
 
-    def _paths(self, row: int, name: str) -> list[tuple[int | None, str]]:
+    def _paths_without_bytes(self, row: int, name: str) -> list[tuple[int | None, str]]:
         """Return (number in a list or None, path) of the media without bytes in a column of a row."""
         found: list[tuple[int | None, str | None]]
         if name in self._media:
             column, position = self._column(row, name)
             found = [(None, column.file(position))]
         else:
-            column, elements = self._list(row, name)
+            column, elements = self._list_column(row, name)
             found = [(i, column.items.file(element)) for i, element in enumerate(elements)]
         return [(number, path) for number, path in found if path is not None]
 
@@ -738,14 +737,14 @@ class RetainedRow:
 
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
         """See `ArrowRows.numbers`."""
-        return self._numbers.get(_named(extension, self._numbers))
+        return self._numbers.get(_equal_name(extension, self._numbers))
 
     def _check_bytes(self) -> None:
         if self._fault:
             raise NoBytesError(self._fault)
 
 
-def _named(extension: str, names: Collection[str]) -> str:
+def _equal_name(extension: str, names: Collection[str]) -> str:
     """Return the name in `names` that equals `extension`, ignoring case, or else the extension."""
     if extension in names:
         return extension

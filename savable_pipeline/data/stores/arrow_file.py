@@ -56,10 +56,10 @@ class Flatbuffer:
 
     def __init__(self, data: bytes, offset: int) -> None:
         self._data, self._start = data, offset
-        self._fields = offset - self._at("<i", offset)
+        self._fields = offset - self._number_at("<i", offset)
         if not 0 <= self._fields < len(data):
             raise struct.error("a table outside of the buffer")
-        self._length = self._at("<H", self._fields)
+        self._length = self._number_at("<H", self._fields)
 
     @classmethod
     def root(cls, data: bytes) -> Flatbuffer:
@@ -73,29 +73,29 @@ class Flatbuffer:
     def number(self, field: int, kind: str) -> int:
         """Return an integer field, 0 if absent."""
         offset = self._offset(field)
-        return self._at(kind, self._start + offset) if offset else 0
+        return self._number_at(kind, self._start + offset) if offset else 0
 
     def table(self, field: int) -> Flatbuffer:
         """Return a field that is a table."""
         offset = self._start + self._offset(field)
-        return Flatbuffer(self._data, offset + self._at("<I", offset))
+        return Flatbuffer(self._data, offset + self._number_at("<I", offset))
 
     def structs(self, field: int, layout: str) -> list[tuple[Any, ...]]:
         """Return a field that is a vector of structs of this layout, empty if absent."""
         if not self.has(field):
             return []
         offset = self._start + self._offset(field)
-        offset += self._at("<I", offset)
-        end = offset + 4 + struct.calcsize(layout) * self._at("<I", offset)
+        offset += self._number_at("<I", offset)
+        end = offset + 4 + struct.calcsize(layout) * self._number_at("<I", offset)
         if end > len(self._data):
             raise struct.error("a vector outside of the buffer")
         return list(struct.iter_unpack(layout, self._data[offset + 4 : end]))
 
     def _offset(self, field: int) -> int:
         entry = 4 + 2 * field  # of the field, in the table of offsets
-        return self._at("<H", self._fields + entry) if entry + 2 <= self._length else 0
+        return self._number_at("<H", self._fields + entry) if entry + 2 <= self._length else 0
 
-    def _at(self, kind: str, offset: int) -> int:
+    def _number_at(self, kind: str, offset: int) -> int:
         if offset < 0:
             raise struct.error("before the buffer")
         found: int = struct.unpack_from(kind, self._data, offset)[0]
@@ -103,7 +103,7 @@ class Flatbuffer:
 
 
 class MessageError(ValueError):
-    """Error: a message or the footer is missing or invalid."""
+    """Error for a message or a footer that is missing or invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +161,14 @@ def file_of_footer(tail: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ArrowMessage:
-    """Message at `offset`: kind, sizes of header and body, and rows of a batch."""
+    """Message of a file."""
 
     offset: int
     kind: int
-    head: int
-    body: int
-    rows: int
-    compressed: bool
+    head: int  # bytes of the message before its body
+    body: int  # bytes of the body
+    rows: int  # of a batch
+    is_compressed: bool
     digest: int  # hash of the metadata
     is_big_endian: bool = False  # only known for a schema
 
@@ -183,7 +183,7 @@ class Batches:
     """Index blob of a file by field, as uint64 words."""
 
     schema: int  # offset of the schema's message, or of the footer
-    in_footer: bool
+    is_in_footer: bool
     begins: FileBlob  # (batches,)
     ends: FileBlob  # (batches,)
     rows: FileBlob  # (batches,)
@@ -229,7 +229,7 @@ def arrow_matches_index(file: ByteSource, index: ShardIndex, number: int) -> boo
     batches = batches_of(index.blob(number))
     count = len(batches.rows)
     try:
-        schema = read_arrow_footer(file).digest if batches.in_footer else read_message(file, batches.schema).digest
+        schema = read_arrow_footer(file).digest if batches.is_in_footer else read_message(file, batches.schema).digest
         if _digest(index.blob(number), schema) != int(index.shards.digests[number]):
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
@@ -260,7 +260,7 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
         table = Flatbuffer.root(metadata)
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
         rows = header.number(0, "<q") if kind == _BATCH else 0
-        compressed = kind == _BATCH and header.has(3)
+        is_compressed = kind == _BATCH and header.has(3)
         is_big_endian = kind == _SCHEMA and _is_big_endian(header)
     except struct.error as error:
         raise MessageError(f"damaged metadata at byte {offset}") from error
@@ -269,15 +269,13 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
     if not 0 <= rows <= _MOST_ROWS:
         raise MessageError(f"a batch of {rows} rows at byte {offset}")
     digest = xxh3_64_intdigest(metadata)
-    return ArrowMessage(offset, kind, 8 + length, body, rows, compressed, digest, is_big_endian)
+    return ArrowMessage(offset, kind, 8 + length, body, rows, is_compressed, digest, is_big_endian)
 
 
 def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
     """Return the decompressed size in bytes of a batch's buffers.
 
-    `raw` is the message of the batch.
-
-    Raises `MessageError`.
+    `raw` are the bytes of its `message`. Raises `MessageError`.
     """
     total = 0
     try:
@@ -297,20 +295,19 @@ class _Found:
     def __init__(self) -> None:
         self.schema: ArrowMessage | None = None
         self.batches: list[ArrowMessage] = []
-        # offset and digest of the footer, if only the footer has the complete schema
-        self.footer: tuple[int, int] | None = None
+        self.footer: Footer | None = None  # only if no other part of the file has the complete schema
 
     @property
     def schema_digest(self) -> int | None:
         """Return a hash of the schema's message or footer, or None without either."""
         if self.footer is not None:
-            return self.footer[1]
+            return self.footer.digest
         return None if self.schema is None else self.schema.digest
 
     def follow_each_other(self) -> bool:
         """Return whether the batches directly follow the schema's message."""
         previous = [self.schema, *self.batches]
-        return all(a is not None and a.end == b.offset for a, b in zip(previous, self.batches, strict=False))
+        return all(before and before.end == batch.offset for before, batch in zip(previous, self.batches, strict=False))
 
 
 def _read_stream(file: ByteSource, found: _Found) -> str:
@@ -342,7 +339,7 @@ def _read_file(file: ByteSource, found: _Found) -> str:
     footer = read_arrow_footer(file)
     found.schema = _leading_schema(file)
     if found.schema is None:
-        found.footer = footer.offset, footer.digest
+        found.footer = footer
     if footer.has_dictionaries:
         return _NO_DICTIONARIES
     if footer.is_big_endian:
@@ -355,7 +352,7 @@ def _read_file(file: ByteSource, found: _Found) -> str:
             found.batches.append(message)
     finally:
         if not found.follow_each_other():
-            found.footer = footer.offset, footer.digest
+            found.footer = footer
     return _overlap_fault(found) or _unlisted_fault(file, found)
 
 
@@ -392,7 +389,7 @@ def _blob(found: _Found) -> FileBlob:
     begins, ends = [message.offset for message in found.batches], [message.end for message in found.batches]
     rows, digests = [message.rows for message in found.batches], [message.digest for message in found.batches]
     if found.footer is not None:
-        return np.array([_IN_FOOTER + found.footer[0], *begins, *ends, *rows, *digests], dtype="<u8")
+        return np.array([_IN_FOOTER + found.footer.offset, *begins, *ends, *rows, *digests], dtype="<u8")
     if found.schema is None:
         return np.zeros(2, "<u8")
     return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")

@@ -42,11 +42,12 @@ from savable_pipeline.data.stores.ranges import RangedTable
 from savable_pipeline.data.stores.shard_files import ShardFiles
 from savable_pipeline.errors import SavableError
 
-_WHOLE = 1 << 19  # bytes of values to read at once, which takes about as long as locating the batch's columns
+_WHOLE_BYTES = 1 << 19  # bytes of values to read at once, which takes about as long as locating the batch's columns
 _BINARY = ("binary", "large_binary")
-_OPEN = 256  # number of files with parsed schemas in memory
-_VIEW = 1 << 14  # bytes that the cache counts for a batch that is only a view
-_SMALL = 1 << 16  # batches up to this size are read whole, and each batch counts as at least this size in the cache
+_OPEN_FILES = 256  # number of files with parsed schemas in memory
+_VIEW_BYTES = 1 << 14  # bytes that the cache counts for a batch that is only a view
+# batches up to this size are read whole, and each batch counts as at least this size in the cache
+_SMALL_BYTES = 1 << 16
 
 
 class UnreadBatch:
@@ -72,17 +73,16 @@ class UnreadBatch:
         return all(0 <= offset <= offset + size <= len(self.raw) for offset, size in extents)
 
     def buffers(self, columns: list[Any], *, whole: bool = False) -> list[tuple[int, int]]:
-        """Return offset and size of the buffers of these arrays that are read at once.
+        """Return (offset, size) of each buffer of these arrays that is to be read at once.
 
-        The smallest buffers of values are read at once, or all of them if the arrays are wanted `whole`. Other values
-        are read one by one.
+        These include the smallest buffers of values, or with `whole` all of them. Other values are read one by one.
         """
         pairs = [pair for column in columns for pair in _buffers(column, nested=False)]
         found = [(self._offset_of(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
         values = 0
         for buffer in sorted((buffer for buffer, by_value in pairs if buffer and by_value), key=lambda each: each.size):
             values += buffer.size
-            if whole or values <= _WHOLE:
+            if whole or values <= _WHOLE_BYTES:
                 found.append((self._offset_of(buffer), buffer.size))
             else:
                 self._unread.add(self._offset_of(buffer))
@@ -134,7 +134,7 @@ class UnreadBatch:
 
 
 def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the buffers of an array, each with whether its values can be read one by one.
+    """Yield (buffer, whether its values can be read one by one) for each buffer of an array.
 
     Strings in lists and structs cannot, because Arrow checks that all of them are UTF-8.
     """
@@ -205,46 +205,46 @@ class ArrowStore(ColumnarStore):
         begin, end = int(file.batches.begins[group]), int(file.batches.ends[group])
         try:
             self.check_columns(shard, file.schema.names)
-            if not self.files.behind_url:
+            if not self.files.is_remote:
                 self.files.read(shard, end - 1, 1)  # raises the right error for a truncated file
             message = read_message(self.file(shard), begin)
             if message.digest != file.batches.digests[group]:
                 raise ValueError("another record batch than was indexed")
-            return self._batch(shard, begin, end, message, file)
+            return self._read_batch(shard, begin, end, message, file)
         except SavableError:
             raise
         except (pa.ArrowException, MessageError, OSError, ValueError, KeyError, MemoryError) as error:
             text = " ".join(str(error).split()) or "no memory"
             raise self.damaged(shard, f"record batch {group} at byte {begin}", text) from error
 
-    def _batch(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
+    def _read_batch(self, shard: int, begin: int, end: int, message: ArrowMessage, file: _File) -> DecodedGroup:
         """Return a record batch: as a view, read whole, or read by value."""
-        remote = self.files.behind_url
+        remote = self.files.is_remote
         if not remote and is_replaced():
-            return self._whole(self._view(shard, file)[begin:end], message, file, _VIEW)
-        if message.compressed or (self.wanted is None if remote else end - begin <= _SMALL):
-            raw, least = memoryview(self.files.read(shard, begin, end - begin)), 0 if remote else _VIEW
-            return self._whole(raw, message, file, max(end - begin, least))
+            return self._parse(self._view(shard, file)[begin:end], message, file, _VIEW_BYTES)
+        if message.is_compressed or (self.wanted is None if remote else end - begin <= _SMALL_BYTES):
+            raw = memoryview(self.files.read(shard, begin, end - begin))
+            return self._parse(raw, message, file, max(end - begin, 0 if remote else _VIEW_BYTES))
         unread = UnreadBatch(self.files, shard, begin, end)
         unread.fill(0, message.head)
-        batch = self._selected(_batch(unread.raw.data, file.schema))
+        batch = self._selected(_parse_batch(unread.raw.data, file.schema))
         if not unread.contains(batch.columns):  # pyarrow copied a buffer to align it
-            return self._whole(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
+            return self._parse(memoryview(self.files.read(shard, begin, end - begin)), message, file, end - begin)
         extents = unread.buffers(batch.columns, whole=remote)
-        size = end - begin if remote else max(_SMALL, sum(size for _, size in extents))
+        size = end - begin if remote else max(_SMALL_BYTES, sum(size for _, size in extents))
         self._check_size(size)
         for offset, length in extents:
             unread.fill(offset, length)
         return DecodedGroup([batch], size, None if remote else unread)
 
-    def _whole(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:
+    def _parse(self, raw: memoryview, message: ArrowMessage, file: _File, size: int) -> DecodedGroup:
         """Return a record batch whose bytes are in memory.
 
         `size` is their size unless they are compressed.
         """
-        size = decoded_bytes(raw, message) if message.compressed else size
+        size = decoded_bytes(raw, message) if message.is_compressed else size
         self._check_size(size)
-        return DecodedGroup([self._selected(_batch(raw, file.schema))], size)
+        return DecodedGroup([self._selected(_parse_batch(raw, file.schema))], size)
 
     def _selected(self, batch: Any) -> Any:
         return batch if self.wanted is None else batch.select(self.wanted)
@@ -254,14 +254,13 @@ class ArrowStore(ColumnarStore):
             raise ValueError(f"it decodes to {human_bytes(size)}. Write smaller batches, or raise cache_bytes=")
 
     def _file(self, shard: int) -> _File:
-        found = self._open.get(shard)
-        if found is None:
-            found = self._open[shard] = self._opened(shard)
-            while len(self._open) > _OPEN:
+        if (found := self._open.get(shard)) is None:
+            found = self._open[shard] = self._open_file(shard)
+            while len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)
         return found
 
-    def _opened(self, shard: int) -> _File:
+    def _open_file(self, shard: int) -> _File:
         batches = batches_of(self.blob(shard))
         try:
             schema = self._schema(shard, batches)
@@ -270,7 +269,7 @@ class ArrowStore(ColumnarStore):
         return _File(schema, batches)
 
     def _schema(self, shard: int, batches: Batches) -> Any:
-        if batches.in_footer:
+        if batches.is_in_footer:
             tail = self.files.read(shard, batches.schema, int(self.entries.sizes[shard]) - batches.schema)
             return pa.ipc.open_file(pa.BufferReader(file_of_footer(tail))).schema
         message = read_message(self.file(shard), batches.schema)
@@ -301,7 +300,7 @@ class ArrowStore(ColumnarStore):
         return file.batches.begins[groups].astype(np.int64), file.batches.ends[groups].astype(np.int64)
 
 
-def _batch(raw: memoryview, schema: Any) -> Any:
+def _parse_batch(raw: memoryview, schema: Any) -> Any:
     return pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(pa.py_buffer(raw))), schema)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from savable_pipeline.core.files import lacks_handles
 from savable_pipeline.data.remote.cache_files import PIECE, pin_whole, whole_version
-from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.remote.cache_space import PREFETCH_FRACTION
 from savable_pipeline.data.remote.lookup import RemoteFolder
 from savable_pipeline.data.remote.session import Downloader, Urgency
 from savable_pipeline.data.remote.shard_cache import DISK_BLOCK, NO_SPACE, USED, WANTED, ShardCache, runs
@@ -31,25 +31,28 @@ from savable_pipeline.data.stores.shard_files import ShardFiles, StoreFile, T
 from savable_pipeline.errors import RemoteError, ShardError
 
 TRIES = 100  # attempts to read a row that is evicted each time before it is read
-_PREFETCH_REFS = 16, 2048  # at least and at most this many refs are announced ahead,
-_PREFETCH_BYTES = 64 << 20  # and about this many bytes per lane
-_AHEAD = 1 << 20  # most bytes to download in advance after a read
+_LEAST_REFS, _MOST_REFS = 16, 2048  # refs that are announced ahead, at least and at most
+_PREFETCH_BYTES = 64 << 20  # about as many bytes are announced ahead, per lane
+_AHEAD_BYTES = 1 << 20  # most bytes to download in advance after a read
 _CACHED_ROWS = 1 << 18  # number of rows whose blocks are remembered
-_fetching: dict[Path, threading.Lock] = {}  # one lock per sidecar file
+_sidecar_locks: dict[Path, threading.Lock] = {}  # one lock per sidecar file
 
 Block: TypeAlias = tuple[int, int]  # rows of one shard: the first, and the one after the last
 
 
 class DownloadedFiles(ShardFiles):
-    """Base of files at a location in the cache."""
+    """Base of remote files, which are downloaded into the cache of `remote`.
 
-    behind_url = True
+    `numbers` has the number of each file in the cache's index. With `all_used`, an epoch reads every byte.
+    """
+
+    is_remote = True
 
     def __init__(self, remote: RemoteFolder, numbers: Rows, *, all_used: bool) -> None:
         super().__init__()
         self.remote, self._cached, self._limit = remote, remote.cached, remote.session.limit
         self._numbers = numbers  # numbers of the files in the cache's index
-        fits = int(self._cached.shards.sizes[numbers].sum()) <= self._limit * PREFETCH_SHARE
+        fits = int(self._cached.shards.sizes[numbers].sum()) <= self._limit * PREFETCH_FRACTION
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and fits)
         self._checked: set[int] = set()  # files that match the index
         self._known_rows: set[int] = set()  # files whose index rows match their checksum
@@ -58,7 +61,7 @@ class DownloadedFiles(ShardFiles):
     def refs_ahead(self, mean_bytes: float) -> int:
         """Return the number of refs to announce ahead, for samples of this mean size."""
         ahead = int(min(_PREFETCH_BYTES, self._limit // 256) / max(mean_bytes, 1))
-        return max(_PREFETCH_REFS[0], min(_PREFETCH_REFS[1], ahead))
+        return max(_LEAST_REFS, min(_MOST_REFS, ahead))
 
     def path(self, shard: int) -> Path:
         """Return the path of a file in the cache."""
@@ -88,7 +91,7 @@ class DownloadedFiles(ShardFiles):
         number = int(self._numbers[shard])
         return self._cached.shards.names[number], int(self._cached.shards.sizes[number])
 
-    def name(self, shard: int) -> str:
+    def url(self, shard: int) -> str:
         """Return the URL of a file."""
         return f"{self.remote.url}/{self._cached.shards.names[int(self._numbers[shard])]}"
 
@@ -97,33 +100,32 @@ class DownloadedFiles(ShardFiles):
         return "rows", self.remote.url, str(self._cached.folder), row, stop
 
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
-        """Raise `RemoteError` if the cache has no room for these rows at once, or after too many `tries`."""
+        """Raise `RemoteError` if the cache is too small for these rows, or if `tries` reads of them failed."""
         start, past = self._cached.extent(row, stop)
         size = past // DISK_BLOCK * DISK_BLOCK - start // DISK_BLOCK * DISK_BLOCK + DISK_BLOCK
         least = size + self._limit if tries else size
         if tries and not self._cached.is_current():
             raise RemoteError(
-                f"{self.name(shard)}: its cache {self._cached.folder} was removed during the run. Create a new loader"
+                f"{self.url(shard)}: its cache {self._cached.folder} was removed during the run. Create a new loader"
             )
         if least > self._limit:
             lost = f"read in vain {tries} times (evicted or damaged). " if tries else ""
             raise RemoteError(
-                f"{self.name(shard)}: {lost}{size} bytes at once do not fit into the cache of {self._limit}. Set "
+                f"{self.url(shard)}: {lost}{size} bytes at once do not fit into the cache of {self._limit}. Set "
                 f"cache_bytes= or SAVABLE_CACHE_BYTES to at least {least}"
             )
 
     def fetch_rows(self, numbers: Rows) -> None:
         """See `ShardFiles.fetch_rows`. Damaged rows are fetched again."""
-        parts = self._cached.layout.parts
-        if parts is None:
+        if (parts := self._cached.layout.parts) is None:
             return
         numbers = np.unique(numbers)
-        fresh = [number for number in numbers.tolist() if number not in self._known_rows]
-        parts.check(np.array(fresh, dtype=np.int64))
+        unchecked = [number for number in numbers.tolist() if number not in self._known_rows]
+        parts.check(np.array(unchecked, dtype=np.int64))
         absent = parts.absent(numbers).tolist()
         if absent:
             self._call("index_rows", self.remote.url, str(self._cached.folder), absent)
-        self._known_rows.update(fresh)
+        self._known_rows.update(unchecked)
 
     def has_all_rows(self) -> bool:
         """Return whether the whole index is in the cache."""
@@ -141,17 +143,17 @@ class DownloadedFiles(ShardFiles):
 
     def _announce_to_new_process(self) -> None:
         """Announce the samples again if the downloading process was replaced."""
-        found = self.remote.session.connected()
-        if found is not self._informed:
-            self._informed = found
+        downloader = self.remote.session.connected()
+        if downloader is not self._informed:
+            self._informed = downloader
             self._blocks.forget_announced()
 
 
 class CachedBlocks(DownloadedFiles):
-    """Files at a location in the cache.
+    """Remote files in blocks, of which some are in the cache.
 
-    They are compared with the index `indexed`, if any. Their bytes are compared only if `compares_files`. With
-    `all_used`, an epoch reads every byte. If all files then fit into the cache, they are downloaded in pieces of 8 MiB.
+    Files are compared with the index `indexed`, if any. Their bytes are compared only if `compares_files`. With
+    `all_used`, files that all fit into the cache are downloaded in pieces of 8 MiB.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class CachedBlocks(DownloadedFiles):
 
         Raises `ShardError` if the file is too short or differs from the index, and `RemoteError`.
         """
-        return self.guarded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
+        return self.read_downloaded(shard, offset, size, lambda: super(CachedBlocks, self).read(shard, offset, size))
 
     def read_into(self, array: NDArray[np.uint8], shard: int, offset: int) -> None:
         """Fill `array`, uint8 (bytes,), with bytes of a file.
@@ -180,13 +182,13 @@ class CachedBlocks(DownloadedFiles):
         Raises the errors of `read`.
         """
         read_into = super().read_into
-        self.guarded(shard, offset, len(array), lambda: read_into(array, shard, offset))
+        self.read_downloaded(shard, offset, len(array), lambda: read_into(array, shard, offset))
 
     def has(self, shard: int, offset: int, size: int) -> bool:
         """Return whether these bytes of a file are cached."""
         return bool((self._cached.present[self._rows(shard, offset, size)] & 1).all())
 
-    def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
+    def read_ahead(self, shard: int, offset: int, size: int, stop: int) -> bytes:
         """Return bytes of a file, and download in advance if those before them are cached.
 
         As many bytes are downloaded as are cached directly before, but at most 1 MiB, and none after `stop`.
@@ -197,11 +199,11 @@ class CachedBlocks(DownloadedFiles):
             return self.read(shard, offset, size)
         row, first = int(absent[0]), int(self._cached.firsts[self._numbers[shard]])
         block = self._cached.extent(first, first + 1)[1]  # bytes of a block, which the first one has from 0 on
-        before = present[max(first, row - _AHEAD // block) : row][::-1] & 1  # the nearest block comes first
+        before = present[max(first, row - _AHEAD_BYTES // block) : row][::-1] & 1  # the nearest block comes first
         ahead = self._cached.extent(row, row + 1)[0] + block * int(np.cumprod(before).sum())
         return self.read(shard, offset, max(size, min(stop, ahead) - offset))[:size]
 
-    def guarded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
+    def read_downloaded(self, shard: int, offset: int, size: int, read: Callable[[], T]) -> T:
         """Return the result of `read` once the bytes are cached.
 
         The read is repeated if the bytes were evicted in the meantime.
@@ -229,8 +231,8 @@ class CachedBlocks(DownloadedFiles):
     def _are_intact(self, shard: int, rows: slice) -> bool:
         """Return whether these rows are cached and match their checksums, which are compared once per process."""
         present = self._cached.present[rows]
-        fresh = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
-        return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(fresh))
+        unchecked = rows.start + np.flatnonzero(self._cached.verified[rows] != present)
+        return bool((present & 1).all()) and all(self.is_valid(shard, row, stop) for row, stop in runs(unchecked))
 
     def _check(self, shard: int) -> None:
         """Raise `ShardError` unless the file is the one that was indexed."""
@@ -242,7 +244,7 @@ class CachedBlocks(DownloadedFiles):
                 if self._compares_files and not self._indexed.matches_index(shard, StoreFile(self, shard)):
                     self._cached.note_changed(int(self._numbers[shard]))
                     raise ShardError(
-                        f"{self.name(shard)}: not as its index says. Start again to index it, or restore the old file",
+                        f"{self.url(shard)}: not as its index says. Start again to index it, or restore the old file",
                         reason="changed shard",
                     )
         except BaseException:
@@ -252,10 +254,9 @@ class CachedBlocks(DownloadedFiles):
     def sidecar(self, name: str) -> Path | None:
         """See `ShardFiles.sidecar`: a local copy, downloaded if it is not here."""
         path = self.remote.sidecar(name)
-        with _fetching.setdefault(path, threading.Lock()):  # several files may share it
+        with _sidecar_locks.setdefault(path, threading.Lock()):  # several files may share it
             if path not in self._checked_sidecars and whole_version(path) is None:
-                stat = self._call("stat", self.remote.url, name)
-                if stat is None:
+                if (stat := self._call("stat", self.remote.url, name)) is None:
                     return None
                 pin_whole(path, self._call("whole", self.remote.url, name, stat[0], str(path)))
             self._checked_sidecars.add(path)
@@ -264,7 +265,7 @@ class CachedBlocks(DownloadedFiles):
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
         """Download these bytes of a file in advance, and protect them until they are read.
 
-        Each range is from one of `begins` to one of `ends`.
+        Range i is from `begins[i]` to `ends[i]`.
         """
         rows = self._blocks_of(shard, begins, ends)
         if not len(rows):
@@ -295,10 +296,10 @@ class CachedBlocks(DownloadedFiles):
             return
         self._check_room(shard, rows.start, rows.stop)
         whole = self._blocks.in_pieces and not (self._cached.used[absent] == NO_SPACE).any()
-        parts = self._blocks.parts(absent, whole=whole)
-        for (row, stop), needed in parts[1:]:
+        blocks = self._blocks.needed_blocks(absent, whole=whole)
+        for (row, stop), needed in blocks[1:]:
             self._prefetch(Urgency.SOON, *self._request(row, stop), needed, False)
-        for (row, stop), needed in parts:
+        for (row, stop), needed in blocks:
             self._call(*self._request(row, stop), needed, True)
 
 
@@ -326,22 +327,22 @@ class DownloadBlocks:
         self._by_row.update((row, block) for block in blocks for row in range(*block))
         return blocks
 
-    def parts(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
-        """Return the blocks of ascending rows that are needed now, and the rows in each.
+    def needed_blocks(self, rows: Rows, *, whole: bool) -> list[tuple[Block, list[int]]]:
+        """Return the blocks of ascending rows that are needed now, with these rows.
 
-        Each block is the `whole` piece, or the rows of it from the first that is needed to the last.
+        A block is a `whole` piece, or the rows of a piece from the first needed one to the last.
         """
         shards, pieces = self._cached.shards_of(rows), self._cached.layout.offsets(rows) // PIECE
         cuts = np.flatnonzero((np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
         found = []
-        for part in np.split(rows, cuts):
-            row, stop = int(part[0]), int(part[-1]) + 1
+        for group in np.split(rows, cuts):
+            row, stop = int(group[0]), int(group[-1]) + 1
             block = self._piece(self._cached.shard_of(row), self._cached.extent(row, stop)[0] // PIECE)
-            found.append((block if whole else (row, stop), part.tolist()))
+            found.append((block if whole else (row, stop), group.tolist()))
         return found
 
     def forget_announced(self) -> None:
-        """Announce pieces again, because the downloader that knew of them is gone."""
+        """Forget which pieces were announced, because their downloader is gone."""
         self._announced.clear()
 
     def block_of(self, row: int) -> Block:
@@ -357,7 +358,7 @@ class DownloadBlocks:
         if self.in_pieces:
             return [self._piece(*piece) for piece in dict.fromkeys(zip(shards.tolist(), pieces.tolist(), strict=True))]
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0) | (np.diff(pieces) != 0)) + 1
-        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts)]
+        return [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, cuts)]
 
     def _piece(self, shard: int, piece: int) -> Block:
         """Return the rows of a shard that start in its 8 MiB number `piece`, without a row longer than 8 MiB."""

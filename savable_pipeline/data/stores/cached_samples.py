@@ -32,13 +32,13 @@ from savable_pipeline.data.shards.index import IndexedFiles
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.data.shards.tar_format import TarIndex
 from savable_pipeline.data.stores.cached_blocks import TRIES, Block, CachedBlocks, DownloadedFiles
-from savable_pipeline.data.stores.shard_files import Locate, MemberReader, ReadRow, T, Where
+from savable_pipeline.data.stores.shard_files import Locate, Location, MemberReader, ReadRow, T
 from savable_pipeline.errors import ShardError
 
 LONG = PIECE  # a sample with more bytes, headers included, is long
-_TOUCH_S = 10.0
-# pause between two checks that all samples are cached: seconds, and multiple of the time that a check takes
-_CHECK_S, _CHECK_SHARE = 1.0, 50
+_TOUCH_S = 10.0  # pause between two updates of the times when shards were last used
+# pause between two checks that all samples are cached: seconds, or if longer this multiple of a check's duration
+_CHECK_S, _CHECK_MULTIPLE = 1.0, 50
 _CHECKED_ROWS = 1 << 12  # most rows to remember as checked
 
 
@@ -76,20 +76,20 @@ class CachedFiles(DownloadedFiles):
         self._long = LongSamples(self, self._found, extent)
         return self._long
 
-    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
-        """Return `read`, extended to download the row before it is read.
+    def download_before(self, read: ReadRow[Location, T], long: ReadRow[Location, T]) -> ReadRow[Location, T]:
+        """See `ShardFiles.download_before`.
 
-        The download is repeated if the row is evicted or damaged. `long` reads a long sample.
+        The download is repeated if the row is evicted or damaged.
         """
         present, used, verified = self._cached.present.data, self._cached.used.data, self._cached.verified.data
 
-        def guarded(shard: int, row: int, where: Where) -> T:
+        def read_downloaded(shard: int, row: int, location: Location) -> T:
             for _ in range(TRIES):
                 before = present[row]
                 if before & 1:
                     if verified[row] == before or self.is_valid(shard, row, row + 1):
                         try:
-                            found = read(shard, row, where)
+                            found = read(shard, row, location)
                             if present[row] == before:
                                 used[row] = USED
                                 return found
@@ -97,21 +97,21 @@ class CachedFiles(DownloadedFiles):
                             if present[row] == before and self.is_valid(shard, row, row + 1):
                                 raise
                 elif self._is_long(row):
-                    return long(shard, row, where)
+                    return long(shard, row, location)
                 self._download(shard, row)
             self._check_room(shard, row, row + 1, TRIES)
             raise AssertionError
 
-        return guarded
+        return read_downloaded
 
-    def located(self, rows: Locate) -> Locate:
-        """Return `rows`, extended to fetch missing index rows first."""
+    def fetch_rows_before(self, rows: Locate) -> Locate:
+        """See `ShardFiles.fetch_rows_before`."""
 
-        def fetched(shards: Rows, positions: Rows) -> Rows:
+        def rows_once_fetched(shards: Rows, positions: Rows) -> Rows:
             self.fetch_rows(self._found.numbers[shards])
             return rows(shards, positions)
 
-        self._rows = rows if self._cached.layout.parts is None else fetched
+        self._rows = rows if self._cached.layout.parts is None else rows_once_fetched
         return self._rows
 
     def prefetch(self, indices: Rows) -> None:
@@ -142,7 +142,7 @@ class CachedFiles(DownloadedFiles):
         if self._nonempty is not None and now >= self._next_check:
             evictions = self._cached.evictions[0]
             self._complete_at = evictions if self._cached.all_present(self._nonempty) else -1
-            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * (time.monotonic() - now))
+            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_MULTIPLE * (time.monotonic() - now))
 
     def request(self, rows: Rows) -> None:
         """Request the download of those of these rows that are not cached."""
@@ -174,7 +174,7 @@ class CachedFiles(DownloadedFiles):
         return stop - start > LONG
 
     def _without_long(self, rows: Rows) -> Rows:
-        """Return these rows without long samples that are absent, and announce those to `LongSamples`."""
+        """Return these rows without absent long samples, and announce the long samples to `LongSamples`."""
         absent = rows[self._cached.present[rows] & 1 == 0]
         long = np.array([self._is_long(row) for row in absent.tolist()], dtype=bool)
         if not long.any():
@@ -226,18 +226,21 @@ class LongSamples:
         Raises `ShardError`, `RemoteError`.
         """
         self._check_first_header(shard, row)
-        return self._blocks.read_on(shard, *extent, self._cached.extent(row, row + 1)[1])
+        return self._blocks.read_ahead(shard, *extent, self._cached.extent(row, row + 1)[1])
 
     def cached_span(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
         """Return the bytes at `extent`, (offset, size), if they are cached, else None."""
         return self.span(shard, row, extent) if self._blocks.has(shard, *extent) else None
 
     def prefetch(self, rows: Rows) -> None:
-        """Start to download these samples, if any long part was read whole before."""
+        """Start to download these samples, if a long part was read whole before.
+
+        Otherwise only some bytes of each may be needed.
+        """
         for row in rows.tolist() if self.read_whole else ():
-            extent = np.array(self._cached.extent(row, row + 1))
+            begin, end = self._cached.extent(row, row + 1)
             shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
-            self._blocks.prefetch_bytes(shard, extent[:1], extent[1:])
+            self._blocks.prefetch_bytes(shard, np.array([begin]), np.array([end]))
 
     def _extent(self, row: int, extension: str) -> tuple[int, int]:
         """Return offset and size of a part that is read whole."""
@@ -258,12 +261,12 @@ class LongSamples:
         """Raise `ShardError` unless the first header of a sample matches the index."""
         if row in self._checked_rows:
             return
-        blocks, index, begin = self._blocks, self._index, self._index.starts[row]
-        name, head = self._found.entries.names[shard], index.layout(row).gaps[0]
-        if not blocks.guarded(shard, begin, head, lambda: index.header_matches(name, blocks[shard], row, 1)):
+        blocks, index, name = self._blocks, self._index, self._found.entries.names[shard]
+        start, size = index.starts[row], index.layout(row).gaps[0]
+        if not blocks.read_downloaded(shard, start, size, lambda: index.header_matches(name, blocks[shard], row, 1)):
             self._cached.note_changed(int(self._found.numbers[shard]))
             raise ShardError(
-                f"{blocks.name(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
+                f"{blocks.url(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
                 reason="changed shard",
             )
         if len(self._checked_rows) >= _CHECKED_ROWS:

@@ -44,13 +44,13 @@ _SOLUTION = "Write it again as JSONL"
 Row: TypeAlias = list[str]
 
 
-def _found_rows(file: ByteSource) -> tuple[str, FileBlob]:
+def _find_rows(file: ByteSource) -> tuple[str, FileBlob]:
     """Return the fault of a file, or "", and the blob with the offsets of the rows before the fault."""
     fault, begins = "", NumberSpool()
     lines = partial(_lines_of, file)
     plain = quotes_are_text(lines, file.name)
     try:
-        with _wide_fields():
+        with _any_cell_length():
             for begin in _row_begins(_rows(lines(), file.name, plain=plain)):
                 begins.append(begin)
     except ValueError as error:
@@ -102,7 +102,7 @@ def quotes_are_text(lines: Callable[[], Iterable[str]], name: str) -> bool:
 
 
 def _signs_of(cell: str) -> set[str]:
-    """Return why a CSV writer may quote a cell: its signs, and which of them are at its start or end."""
+    """Return signs of a cell for which a CSV writer may quote it, also as "first SIGN" and "last SIGN"."""
     return {sign for sign in (*cell, f"first {cell[0]}", f"last {cell[-1]}") if not sign[-1].isalnum()}
 
 
@@ -125,7 +125,7 @@ def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
         raise ValueError(f": expected a first line with column names, found {header}")
     if re.fullmatch(r"sep=\W?", "".join(header)):
         raise ValueError(": the first line is Excel's mark of the separator, not column names. Remove this line")
-    header = named(header)
+    header = column_names(header)
     repeated = next((column for column, count in Counter(header).items() if count > 1), None)
     if repeated is not None:
         raise ValueError(f": {header.count(repeated)} columns are named {repeated!r}. Give each its own name")
@@ -138,13 +138,13 @@ def _row_begins(rows: Iterator[tuple[int, int, Row]]) -> Iterator[int]:
         raise ValueError(": no row below the column names")
 
 
-def named(header: Row) -> Row:
-    """Return the names of columns, as pandas names them.
+def column_names(header: Row) -> Row:
+    """Return the names of columns by the header of a table.
 
     A column without a name is named as pandas names it, because pandas often wrote the file.
 
-    >>> from savable_pipeline.data.stores.csv_table import named
-    >>> named(["", "image"])
+    >>> from savable_pipeline.data.stores.csv_table import column_names
+    >>> column_names(["", "image"])
     ['Unnamed: 0', 'image']
     """
     return [name or f"Unnamed: {number}" for number, name in enumerate(header)]
@@ -202,7 +202,7 @@ def separator_of(head: str, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _wide_fields() -> Iterator[None]:
+def _any_cell_length() -> Iterator[None]:
     """Allow cells of any length. Python's limit is 131,072 characters."""
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
@@ -247,7 +247,7 @@ class CsvStore(TableStore):
         """Return the cells of a row and its JSON. Raises `RecordError`, `ShardError`."""
         header = self._known_headers.get(shard) or self._headers(shard)
         try:
-            with _wide_fields() if len(raw) > _WIDE else contextlib.nullcontext():
+            with _any_cell_length() if len(raw) > _WIDE else contextlib.nullcontext():
                 (row,) = csv_rows([raw.decode().rstrip("\r\n")], header.separator, plain=header.plain)
         except (ValueError, csv.Error) as error:
             raise self.damaged(shard, f"byte {begin}", f"no row now: {error}", reason="changed shard") from error
@@ -261,14 +261,13 @@ class CsvStore(TableStore):
         return row, f"{{{', '.join(cells)}}}".encode()
 
     def _headers(self, shard: int) -> _Header:
-        found = self._known_headers.get(shard)
-        if found is None:
+        if (found := self._known_headers.get(shard)) is None:
             head = self.files.read(shard, 0, int(self.blob(shard)[0])).removeprefix(codecs.BOM_UTF8)
             lines = list(io.StringIO(head.decode(), newline=""))
             separator = separator_of(lines[0], self.entries.names[shard])
             plain = len(self.blob(shard)) > self.entries.samples[shard] + 1
-            with _wide_fields():
-                columns = named(next(row for row in csv_rows(lines, separator, plain=plain) if row))
+            with _any_cell_length():
+                columns = column_names(next(row for row in csv_rows(lines, separator, plain=plain) if row))
             names = [f"{encode_basestring(name)}: " for name in columns]
             found = self._known_headers[shard] = _Header(columns, names, separator, plain)
         return found
@@ -336,4 +335,4 @@ def as_fields(named: Mapping[str, Iterable[str]]) -> list[str]:
     return fields
 
 
-CSV = text_format("csv", (".csv", ".tsv"), _found_rows, CsvStore, (".csv", ".tsv"))
+CSV = text_format("csv", (".csv", ".tsv"), _find_rows, CsvStore, (".csv", ".tsv"))

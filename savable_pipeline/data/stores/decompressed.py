@@ -1,6 +1,6 @@
-"""Decompresses files, records and parts, up to a limit of bytes.
+"""Decompression of files, records and parts, up to a limit of bytes.
 
-It is decompressed in pieces, so a few bytes that would become gigabytes are rejected before they fill the memory.
+Data are decompressed in pieces, so a few bytes that would become gigabytes are rejected before they fill the memory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import IO, Any
 
 NEEDED = {"zst", "rows"}  # kinds that need an optional package
 MORE = "Pass a larger unpacked_bytes= if that is right"
-UNPACKED_BYTES = 1 << 30  # default limit of decompressed bytes; the option of this name raises it
+UNPACKED_BYTES = 1 << 30  # default limit of decompressed bytes, which the option unpacked_bytes= replaces
 _PIECE = 1 << 20  # bytes to decompress at a time
 _ZST_STEP = 1 << 10  # compressed bytes to read at a time, which zstd decompresses to at most 32 MiB
 
 
 class DamagedError(ValueError):
-    """Error: compressed data are damaged. Errors of the disk are OSError."""
+    """Error for damaged compressed data. Errors of the disk are OSErrors instead."""
 
 
 def needed_package(kind: str) -> Any:
@@ -50,7 +50,7 @@ class Unpacked(io.RawIOBase):
         files: dict[str, Callable[[Any], Any]] = {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile, "zst": _ZstFile}
         self._packed = packed
         self._file = gzip.GzipFile(fileobj=packed, mode="rb") if kind == "gz" else files[kind](packed)
-        self._line, self._line_bytes = 0, line_bytes  # bytes of the current line so far, and their limit
+        self._line_bytes, self._most_line_bytes = 0, line_bytes  # bytes of the current line so far, and their limit
 
     def readable(self) -> bool:
         """Return True."""
@@ -67,11 +67,11 @@ class Unpacked(io.RawIOBase):
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise DamagedError(str(error)) from error
-        if self._line_bytes is not None:
+        if self._most_line_bytes is not None:
             last = found.rfind(b"\n")
-            self._line = self._line + len(found) if last < 0 else len(found) - last - 1
-            if self._line > self._line_bytes:
-                raise DamagedError(f"a line of more than {self._line_bytes} bytes when decompressed. {MORE}")
+            self._line_bytes = self._line_bytes + len(found) if last < 0 else len(found) - last - 1
+            if self._line_bytes > self._most_line_bytes:
+                raise DamagedError(f"a line of more than {self._most_line_bytes} bytes when decompressed. {MORE}")
         buffer[: len(found)] = found
         return len(found)
 
@@ -87,7 +87,7 @@ class _ZstFile:
     def __init__(self, packed: IO[bytes]) -> None:
         self._packed, self._new_frame = packed, needed_package("zst").ZstdDecompressor().decompressobj
         self._frame: Any = None
-        self._in = self._out = b""
+        self._input = self._output = b""  # read and not decompressed yet, decompressed and not returned yet
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes.
@@ -95,41 +95,41 @@ class _ZstFile:
         Raises EOFError for a truncated frame, OSError for damage.
         """
         zstandard = needed_package("zst")
-        while not self._out and (data := self._in or self._packed.read(_ZST_STEP)):
+        while not self._output and (data := self._input or self._packed.read(_ZST_STEP)):
             self._frame = self._frame or self._new_frame()
             try:
-                self._out = self._frame.decompress(data)
+                self._output = self._frame.decompress(data)
             except zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
-            self._in, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
-        if not self._out and self._frame is not None:
+            self._input, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)
+        if not self._output and self._frame is not None:
             raise EOFError
-        found, self._out = self._out[:size], self._out[size:]
+        found, self._output = self._output[:size], self._output[size:]
         return found
 
 
-def decompressed(data: bytes, kind: str, most: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
+def decompressed(data: bytes, kind: str, max_bytes: int = UNPACKED_BYTES, size: int | None = None) -> bytes:
     """Return the decompressed content of bytes in gz, bz2 or zst.
 
-    The content has at most `most` bytes, and exactly `size` if that is known.
+    The content has at most `max_bytes` bytes, and exactly `size` if that is known.
 
-    Raises `DamagedError`, also for more than `most` bytes, without decompressing them all.
+    Raises `DamagedError`, also for more than `max_bytes` bytes, without decompressing them all.
 
     >>> import gzip
     >>> from savable_pipeline.data.stores.decompressed import decompressed
     >>> decompressed(gzip.compress(b"text"), "gz")
     b'text'
     """
-    if size is not None and size > most:
-        raise DamagedError(f"{size} bytes when decompressed, more than {most}. {MORE}")
+    if size is not None and size > max_bytes:
+        raise DamagedError(f"{size} bytes when decompressed, more than {max_bytes}. {MORE}")
     # `BytesIO.getvalue` does not copy, unlike joining a list
     file, content = Unpacked(io.BytesIO(data), kind), io.BytesIO()
     while piece := file.read(_PIECE):
         content.write(piece)
         if size is not None and content.tell() > size:
             raise DamagedError(f"more than {size} bytes when decompressed, expected {size}")
-        if content.tell() > most:
-            raise DamagedError(f"more than {most} bytes when decompressed. {MORE}")
+        if content.tell() > max_bytes:
+            raise DamagedError(f"more than {max_bytes} bytes when decompressed. {MORE}")
     if size is not None and content.tell() != size:
         raise DamagedError(f"{content.tell()} bytes when decompressed, expected {size}")
     return content.getvalue()

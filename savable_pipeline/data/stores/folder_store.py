@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -75,7 +75,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
     hidden: int  # number of hidden files and folders
     doubt: str  # why names may be misread, or ""; `_FIRST` and `_LAST` are placeholders for the setting of `key_end`
     folders: dict[str, FileVersion]
-    began_ns: int  # when the listing started
+    started_ns: int  # when the listing started, in ns since 1970
 
     @classmethod
     def of(cls, blob: FileBlob) -> FolderTable:
@@ -109,7 +109,7 @@ class FolderTable(msgspec.Struct, frozen=True, array_like=True):
             return False
         with contextlib.suppress(OSError):
             return all(
-                FileVersion.of((root / name).stat()) == version and version.written_ns < self.began_ns - _QUIET_NS
+                FileVersion.of((root / name).stat()) == version and version.written_ns < self.started_ns - _QUIET_NS
                 for name, version in self.folders.items()
             )
         return False
@@ -134,7 +134,7 @@ class FolderFormat(Format):
 
     def scan(self, root: Path, name: str) -> ShardTable:
         """Return the table of the folder. Raises OSError."""
-        table = _scanned(str(root), key_end_last=self.key_end_last, allow_outside=self.allow_outside)
+        table = _scan(str(root), key_end_last=self.key_end_last, allow_outside=self.allow_outside)
         digest = xxh3_64(table.names)
         digest.update(table.sizes)
         size = int(np.frombuffer(table.sizes, "<i8").sum())
@@ -195,7 +195,7 @@ def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
 
 
 def _remains_valid(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
-    """Return whether an existing index remains valid: it equals the table, or `tolerant` allows lost files."""
+    """Return whether an existing index remains valid: it equals the table, or with `tolerant` has lost files."""
     new, old = FolderTable.of(np.frombuffer(table.rows, "<u8")), FolderTable.of(index.blob(0))
     if tolerant and old.folders[""].inode == new.folders[""].inode:  # not another folder of the same path
         sizes_now = dict(zip(new.files, np.frombuffer(new.sizes, "<i8").tolist(), strict=True))
@@ -204,7 +204,7 @@ def _remains_valid(index: BlobIndex, table: ShardTable, tolerant: bool) -> bool:
             return True
     # with more files, the newer time of the table lets later opens trust the folders' times
     few = len(new.sizes) // 8 <= _FEW_FILES
-    return few and msgspec.structs.replace(new, began_ns=0) == msgspec.structs.replace(old, began_ns=0)
+    return few and msgspec.structs.replace(new, started_ns=0) == msgspec.structs.replace(old, started_ns=0)
 
 
 @dataclass(slots=True)
@@ -258,15 +258,16 @@ class _Walk:
         return ""
 
 
-def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
-    began, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
+def _scan(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTable:
+    started_ns, walk = time.time_ns(), _Walk(root, allow_outside=allow_outside)
     found = [*walk.files()]
     others = FileNames(name for name, _, _ in found).no_samples()
     rejected: list[Reject] = []
     walk.hidden += len(others)
-    samples = _samples([each for each in found if each[0] not in others], rejected, key_end_last)
-    doubt = "" if key_end_last else _doubt_of_merging({k: [file.extension for file in fs] for k, fs in samples.items()})
-    doubt = doubt or _doubt_of_kinds(samples)
+    with_samples = [(name, status, fault) for name, status, fault in found if name not in others]
+    samples = _samples(with_samples, rejected, key_end_last)
+    extensions = {key: [file.extension for file in files] for key, files in samples.items()}
+    doubt = ("" if key_end_last else _doubt_of_merging(extensions)) or _doubt_of_kinds(samples)
     accepted: list[_File] = []
     firsts = [0]
     for key in sorted(samples):
@@ -284,7 +285,7 @@ def _scanned(root: str, *, key_end_last: bool, allow_outside: bool) -> FolderTab
     names = ShardNames.of(file.name for file in accepted)
     columns = names.ends, [file.size for file in accepted], [file.time_ns for file in accepted], firsts
     arrays = (memoryview(np.asarray(each, "<i8").tobytes()) for each in columns)
-    return FolderTable(names.text, *arrays, rejected, walk.hidden, doubt, walk.folders, began)  # type: ignore[call-arg, arg-type]
+    return FolderTable(names.text, *arrays, rejected, walk.hidden, doubt, walk.folders, started_ns)  # type: ignore[call-arg, arg-type]
 
 
 def _samples(
@@ -293,12 +294,12 @@ def _samples(
     """Group files by key. Files that are not parts of samples are added to `rejected`."""
     samples: dict[str, list[_File]] = {}
     for name, status, fault in found:
-        parts = split_name(without_dots(name) if key_end_last else name)
-        if parts is None:
+        key_and_extension = split_name(without_dots(name) if key_end_last else name)
+        if key_and_extension is None:
             reason = "named like metadata (__name__ or ._name)" if is_metadata(name) else "no extension"
             rejected.append(Reject(printable(name), "", fault or reason))
             continue
-        key, extension = parts
+        key, extension = key_and_extension
         fault = fault or _IS_TAR * name.lower().endswith(_TARS)
         if key_end_last:
             key = name.rpartition(".")[0]
@@ -316,9 +317,9 @@ def _doubt_of_kinds(samples: dict[str, list[_File]]) -> str:
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}  # names, by pair of extensions
     for files in samples.values():
         plain = sorted((file.extension, file.name) for file in files if file.extension.lower() in _MEDIA_KINDS)
-        for (one, name), (other, second) in itertools.combinations(plain, 2):
+        for (one, name), (other, other_name) in itertools.combinations(plain, 2):
             if _MEDIA_KINDS[one.lower()] == _MEDIA_KINDS[other.lower()]:
-                found.setdefault((one, other), []).append((name, second))
+                found.setdefault((one, other), []).append((name, other_name))
     doubtful = [
         pair
         for (one, other), pairs in found.items()
@@ -377,6 +378,14 @@ def without_dots(name: str) -> str:
     return f"{tar_key(stem)}{dot}{extension}"
 
 
+class _Sample(NamedTuple):
+    """A sample of a folder: its row, its key, and the numbers of its files by part."""
+
+    row: int
+    key: str
+    files: dict[str, int]
+
+
 class FolderStore(RecordStore):
     """Files of a folder and its subfolders.
 
@@ -397,10 +406,10 @@ class FolderStore(RecordStore):
             each.cast("q") for each in (self.table.sizes, self.table.times, self.table.firsts, self.table.ends)
         )
         self.keys_end_last = key_end == "last"
-        self._row: tuple[int, str, dict[str, int]] = -1, "", {}  # last requested sample: row, key, file numbers by part
+        self._last_sample = _Sample(-1, "", {})  # the last one that was requested
         if key_end is None and (fault := self.table.fault(self.address, 'key_end="{0}" (--key-end {0})')):
             raise ShardError(fault)
-        self.classes = [] if classes is False else self._numbered(classes)
+        self.classes = [] if classes is False else self._class_names(classes)
         self._class_numbers = {name: number for number, name in enumerate(self.classes)}
         if self.classes:  # the digest includes the class names, because other class numbers are other samples
             (entry,) = self.entries
@@ -410,7 +419,7 @@ class FolderStore(RecordStore):
 
     def key(self, shard: int, row: int) -> str:
         """Return the path within the folder, up to the dot that ends the key."""
-        return self._sample(row)[1]
+        return self._sample(row).key
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """Return the sorted extensions of the sample's files, and `cls`."""
@@ -422,12 +431,11 @@ class FolderStore(RecordStore):
 
         Raises `ShardError` if it was changed since the folder was indexed.
         """
-        number = self._sample(row)[2].get(extension)
-        if number is not None:
+        if (number := self._sample(row).files.get(extension)) is not None:
             return self._bytes(number)
-        return self._other(row, extension)
+        return self._read_other(row, extension)
 
-    def _other(self, row: int, extension: str) -> bytes:
+    def _read_other(self, row: int, extension: str) -> bytes:
         """Return the number of the class, or a part whose name differs from `extension` only in case."""
         name = find_part(extension, self.extensions(0, row))
         if name == CLASS and (found := self._class(row)):
@@ -437,12 +445,11 @@ class FolderStore(RecordStore):
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`: the file itself."""
         name = find_part(extension, self.extensions(shard, row))
-        number = self.files(row).get(name)
-        if number is None:
+        if (number := self.files(row).get(name)) is None:
             return io.BytesIO(self.read(shard, row, name))
-        descriptor = self._opened(number)
+        descriptor = self._open_file(number)
         try:
-            self._check(number, descriptor)
+            self._check_unchanged(number, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -481,7 +488,7 @@ class FolderStore(RecordStore):
 
     def files(self, row: int) -> dict[str, int]:
         """Return the numbers of a sample's files, by part."""
-        return self._sample(row)[2]
+        return self._sample(row).files
 
     def size(self, number: int) -> int:
         """Return the size of a file in bytes."""
@@ -494,14 +501,16 @@ class FolderStore(RecordStore):
 
     def _class(self, row: int) -> str:
         """Return the class of a sample, or ""."""
-        return class_of(self._sample(row)[1]) if self.classes and CLASS not in self._sample(row)[2] else ""
+        sample = self._sample(row)
+        return class_of(sample.key) if self.classes and CLASS not in sample.files else ""
 
-    def _numbered(self, classes: Literal[True] | Sequence[str] | str | os.PathLike[str]) -> list[str]:
+    def _class_names(self, classes: Literal[True] | Sequence[str] | str | os.PathLike[str]) -> list[str]:
         """Return the names of the classes in order of their numbers. Raises `ShardError` for a sample without one."""
         folders = sorted({name.partition("/")[0] for name in self.table.folders} - {""})
         names = folders if classes is True else class_names(classes)
         used = {name.partition("/")[0] for name in self.table.files if "/" in name}
-        loose = [n for n in self.table.files if "/" not in n and n.rpartition(".")[2].lower() in _MEDIA_KINDS]
+        top_files = [name for name in self.table.files if "/" not in name]
+        loose = [name for name in top_files if name.rpartition(".")[2].lower() in _MEDIA_KINDS]
         if loose or (unknown := sorted(used.difference(names))):
             samples = f"{loose[0]} is in no folder, so it has" if loose else f"the samples in {listed(unknown)} have"
             raise ShardError(f"{self.address}: {samples} no class. Move them, or name their folders in classes=")
@@ -512,34 +521,34 @@ class FolderStore(RecordStore):
             )
         return names
 
-    def _sample(self, row: int) -> tuple[int, str, dict[str, int]]:
-        """Return the row of a sample, its key, and the numbers of its files by part."""
-        if self._row[0] != row:
-            key, files = "", {}
+    def _sample(self, row: int) -> _Sample:
+        if self._last_sample.row != row:
+            key, files = "", dict[str, int]()
             for number in range(self._firsts[row], self._firsts[row + 1]):
                 name = self.path(number)
-                found = split_name(without_dots(name) if self.keys_end_last else name)
-                assert found is not None, name
-                key, files[found[1]] = name.rpartition(".")[0] if self.keys_end_last else found[0], number
-            self._row = row, key, files
-        return self._row
+                key_and_extension = split_name(without_dots(name) if self.keys_end_last else name)
+                assert key_and_extension is not None, name
+                key, extension = key_and_extension
+                files[extension] = number
+            self._last_sample = _Sample(row, name.rpartition(".")[0] if self.keys_end_last else key, files)
+        return self._last_sample
 
     def _bytes(self, number: int) -> bytes:
-        descriptor = self._opened(number)
+        descriptor = self._open_file(number)
         try:
             wanted = self._sizes[number]
             data = os.read(descriptor, wanted)
             # Linux returns at most 2 GB at once
             while len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):
                 data += more
-            self._check(number, descriptor)  # after the read, so that a write during the read is detected
+            self._check_unchanged(number, descriptor)  # after the read, so that a write during the read is detected
         except OSError as error:
             raise self._unreadable(number, error) from error
         finally:
             os.close(descriptor)
         return data
 
-    def _opened(self, number: int) -> int:
+    def _open_file(self, number: int) -> int:
         path = f"{self.root}/{self.path(number)}"
         try:
             return os.open(path, _FLAGS)
@@ -548,11 +557,11 @@ class FolderStore(RecordStore):
                 raise self._unreadable(number, error) from error
         return with_handles(lambda: os.open(path, _FLAGS))
 
-    def _check(self, number: int, descriptor: int) -> None:
+    def _check_unchanged(self, number: int, descriptor: int) -> None:
         """Raise `ShardError` unless the file is as it was when the folder was indexed."""
         stat, size = os.fstat(descriptor), self._sizes[number]
         if stat.st_size != size or stat.st_mtime_ns != self._times[number]:
-            self._forget()
+            self._forget_index()
             raise ShardError(
                 f"{self.root}/{self.path(number)}: {size} bytes when indexed, {stat.st_size} now. Restore the file, or "
                 "start again to index the folder",
@@ -561,10 +570,10 @@ class FolderStore(RecordStore):
 
     def _unreadable(self, number: int, error: OSError) -> ShardError:
         if isinstance(error, FileNotFoundError):
-            self._forget()
+            self._forget_index()
         return unreadable_error(f"{self.root}/{self.path(number)}", error)
 
-    def _forget(self) -> None:
+    def _forget_index(self) -> None:
         """Delete the index, so that the next start checks all files, unless the run tolerates lost files."""
         if not self.found.tolerant:
             self.found.index_path.unlink(missing_ok=True)
@@ -599,5 +608,6 @@ def class_names(classes: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 
 FOLDER = FolderFormat("folder", (ALL,), _read, FolderStore, ("key_end", "classes", "allow_outside"), no_rows=bytes(8))
-_FORMS = [FOLDER.for_settings({"key_end": end, "allow_outside": far}) for end in ("", "last") for far in (False, True)]
+_SETTINGS = [{"key_end": end, "allow_outside": allowed} for end in ("", "last") for allowed in (False, True)]
+_FORMS = [FOLDER.for_settings(settings) for settings in _SETTINGS]
 FOLDER_INDEXES = [form.index_name for form in _FORMS]

@@ -44,7 +44,7 @@ from savable_pipeline.data.stores.record_files import INDEX, index_format
 from savable_pipeline.data.stores.record_kinds import LITDATA, MDS
 from savable_pipeline.data.stores.sample_names import OTHER, TABLES, FileNames, is_for_people, is_media_file, stem_of
 from savable_pipeline.data.stores.shar import SHAR
-from savable_pipeline.data.stores.table_store import FILE_FIELDS, FIRST_ROWS, JSON, MARK
+from savable_pipeline.data.stores.table_store import BYTE_ORDER_MARK, FILE_FIELDS, FIRST_ROWS, JSON
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
@@ -61,6 +61,8 @@ _VERSIONED_TABLES = {  # in the names of metadata of tables, whose folders also 
     "snapshot/snapshot-": "Apache Paimon",
 }
 _ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
+_LABEL_SUFFIXES = (".txt", ".xml", ".npy", ".npz", ".pkl", ".pt", ".label", ".ann", ".lab")
+_MEDIA_NAME = re.compile(rb"\.(jpe?g|png|webp|wav|flac|mp3|mp4)\b", re.IGNORECASE)
 _INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
@@ -168,7 +170,7 @@ def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings:
         if naming := _naming_tables(names, heads, tables):
             return naming
         if media:
-            _check_apart(names)
+            _check_apart(names, heads)
             return _folder_with_tables(names, tables)
     return _without_media(names, found)
 
@@ -231,19 +233,22 @@ def _folder_with_tables(names: FileNames, tables: Mapping[Format, list[str]]) ->
     return _folder(names)
 
 
-def _check_apart(names: FileNames) -> None:
+def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
     """Raise ValueError for annotation files that would become samples separate from their media.
 
-    Such a file shares its stem with no media file, and its suffix with no file that does, or has a name of `_ABOUT`.
-    Examples are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of
-    LibriSpeech.
+    Such a file shares its stem with no media file, and its suffix with no file that does. It has a suffix of labels, or
+    is JSON that names media or shares its last name with one. Files called as in `_ABOUT` are such files too. Examples
+    are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of LibriSpeech.
     """
     stems, skipped = {*map(stem_of, names.media)}, names.no_samples()
-    apart = [name for name in names.others if stem_of(name) not in stems and name not in skipped]
+    apart = sorted(name for name in names.others if stem_of(name) not in stems and name not in skipped)
     suffixes = {posixpath.splitext(name)[1].lower() for name in {*names.others}.difference(apart)} if apart else ""
-    for name in sorted(apart):
-        base = posixpath.basename(stem_of(name)).lower()
-        if posixpath.splitext(name)[1].lower() not in {*suffixes, ""} or (base in _ABOUT and names.lone([name])):
+    bases = {*map(posixpath.basename, stems)} if apart else set()
+    for name in apart:
+        base, suffix = posixpath.basename(stem_of(name)), posixpath.splitext(name)[1].lower()
+        is_json = suffix == ".json" and (base in bases or _MEDIA_NAME.search(heads.get(name, b"")))
+        is_label = suffix not in suffixes and (suffix in _LABEL_SUFFIXES or is_json)
+        if is_label or (base.lower() in _ABOUT and names.lone([name])):
             raise ValueError(
                 f"{name} beside {names.media[0]} shares its name with no image, audio or video. Put the files of a "
                 'sample into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
@@ -311,7 +316,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
 
 def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     """Yield the complete rows in the first bytes of a table."""
-    text = head.removeprefix(MARK).decode("utf-8", "replace").lstrip(" \r\n")
+    text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \r\n")
     with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
             lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]

@@ -1,4 +1,4 @@
-"""`GroupedStore` decodes groups of rows, and its subclass `ColumnarStore` columns.
+"""`GroupedStore` and `ColumnarStore`: bases of stores with groups of rows.
 
     file ─ groups of rows ─ each decoded once, into `DecodedBlocks` ─ rows
 
@@ -77,8 +77,7 @@ class AwaitedRows:
 
         This is called for each part, so it makes no further calls.
         """
-        awaited = self._rows.get(group)
-        if awaited is not None and row in awaited:
+        if (awaited := self._rows.get(group)) is not None and row in awaited:
             awaited.remove(row)
             self._count -= 1
             if not awaited:
@@ -99,9 +98,9 @@ class AwaitedRows:
 
 
 class AwaitedOfGroup:
-    """Rows of a group that are still to be read.
+    """Announced rows of one group that were not read yet.
 
-    The decoded group is `rows`, and its first row has the number `first`.
+    The decoded group is `rows`, and `first` is the number of its first row in the shard.
     """
 
     def __init__(self, awaited: AwaitedRows, group: RowGroup, first: int) -> None:
@@ -112,7 +111,7 @@ class AwaitedOfGroup:
         return self._awaited.count(self._group)
 
     def pop_retained(self) -> Iterator[tuple[int, Any, int]]:
-        """Remove these rows, and yield (number, copy, size) of each undamaged one.
+        """Remove these rows, and yield (row, copy, size in bytes) for each undamaged one.
 
         Damaged rows raise an error when they are read.
         """
@@ -165,8 +164,7 @@ class DecodedBlocks(Generic[T]):
 
     def cached(self, key: Hashable) -> T | None:
         """Return the cached block `key`, or None."""
-        found = self._blocks.get(key)
-        if found is None:
+        if (found := self._blocks.get(key)) is None:
             return None
         self._blocks.move_to_end(key)
         return found[0]
@@ -174,7 +172,7 @@ class DecodedBlocks(Generic[T]):
     def retained(self, key: Hashable, row: int) -> Any:
         """Return a retained row of the block `key`, or None.
 
-        It stays retained until another one is requested.
+        The row stays retained until another one is requested.
         """
         rows = self._retained.get(key)
         found = None if rows is None else rows.get(row)
@@ -208,9 +206,9 @@ class DecodedBlocks(Generic[T]):
             self._log_once()
 
     def _drop(self, key: Hashable, row: int) -> None:
-        rows = self._retained.get(key)
-        if rows is not None:
-            self._retained_bytes -= rows.pop(row, (None, 0))[1]
+        if (rows := self._retained.get(key)) is not None:
+            _, size = rows.pop(row, (None, 0))
+            self._retained_bytes -= size
             if not rows:
                 del self._retained[key]
 
@@ -244,13 +242,13 @@ class GroupedStore(FileStore):
 
     @abstractmethod
     def group_ends(self, shard: int) -> list[int]:
-        """Return the end of each group of a file: the row after its last."""
+        """Return for each group of a file the number of the row after its last row."""
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        """Return the rows of a group, `expected` many, and their bytes in memory.
+        """Return the rows of a group, and their bytes in memory.
 
-        Raises `ShardError`.
+        There must be `expected` rows. Raises `ShardError`.
         """
 
     def next_readable(self, shard: int, row: int, reason: str) -> int:
@@ -271,15 +269,16 @@ class GroupedStore(FileStore):
         ends = self.group_ends(shard)
         group = bisect_right(ends, row)
         first = ends[group - 1] if group else 0
-        key, name = (self._owner, shard, group), (shard, group)
+        key, row_group = (self._owner, shard, group), (shard, group)
         rows, position = self.blocks.cached(key), row - first
         if rows is None and (rows := self.blocks.retained(key, row)) is not None:
-            self.awaited.done(name, row)
+            self.awaited.done(row_group, row)
             return rows, 0
         if rows is None:
-            found = AwaitedOfGroup(self.awaited, name, first)
-            rows = found.rows = self.blocks.get(key, lambda: self._decoded(shard, group, ends[group] - first), found)
-        self.awaited.done(name, row)
+            awaited = AwaitedOfGroup(self.awaited, row_group, first)
+            expected = ends[group] - first
+            rows = awaited.rows = self.blocks.get(key, lambda: self._decoded(shard, group, expected), awaited)
+        self.awaited.done(row_group, row)
         self._last = shard, row, rows, position
         return rows, position
 

@@ -37,16 +37,16 @@ _FIRST_BYTES = 64  # of a line, which mostly show whether it is blank
 
 def line_offsets(file: ByteSource) -> FileBlob:
     """Return the offsets of non-blank lines, then the end: uint64 (lines + 1,)."""
-    offset, is_start, found = 0, True, NumberSpool()
+    offset, is_start, offsets = 0, True, NumberSpool()
     while chunk := file.read_at(offset, _CHUNK):
         raw = np.frombuffer(chunk, np.uint8)
         starts = np.concatenate([np.arange(int(is_start)), np.flatnonzero(raw[:-1] == ord("\n")) + 1])
         maybe_blank = np.flatnonzero(raw[starts] <= ord(" ")).tolist()
         blank = [i for i in maybe_blank if _is_blank(file, offset + int(starts[i]))]
-        found.write(np.delete(starts, blank) + offset)
+        offsets.write(np.delete(starts, blank) + offset)
         offset, is_start = offset + len(chunk), chunk.endswith(b"\n")
-    found.append(offset)
-    return found.numbers()
+    offsets.append(offset)
+    return offsets.numbers()
 
 
 def _is_blank(file: ByteSource, start: int) -> bool:

@@ -35,11 +35,12 @@ class KaldiStore(TableStore):
     """The utterances of Kaldi's folders, with the settings of `TableStore`."""
 
     def __init__(self, found: IndexedFiles, **settings: Any) -> None:
-        self._tables: dict[str, dict[str, str]] = {}  # by path
+        # For each table that was read, by path: the rest of a line by its first word.
+        self._tables: dict[str, dict[str, str]] = {}
         super().__init__(found, **settings)
 
     def usual_fields(self) -> Iterable[str]:
-        """Return the field of the recording."""
+        """Return the field that names the recording: see `body`."""
         return ("audio",)
 
     def key(self, shard: int, row: int) -> str:

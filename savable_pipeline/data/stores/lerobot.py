@@ -39,7 +39,7 @@ _NUMBERS = {np.dtype(code).name for code in "?bhiqBHIQefd"}  # dtypes of feature
 
 
 class EpisodeRange(MediaRange, frozen=True, kw_only=True):
-    """Range of a video with an episode, at `fps` frames per second.
+    """Range of a video that is an episode, at `fps` frames per second.
 
     Some frames may be missing.
     """
@@ -71,7 +71,8 @@ class LeRobotStore(RangedRows, ParquetStore):
     in a ZIP archive, see `ImageFrames`, and other values are JSON. Raises `ShardError`, and ValueError for `columns`.
     """
 
-    base, all_used = "", True
+    base = ""  # paths are relative to the folder of the dataset
+    all_used = True
 
     def __init__(self, found: IndexedFiles, **settings: Unpack[ColumnSettings]) -> None:
         if settings.pop("columns", None) is not None:
@@ -143,9 +144,9 @@ class LeRobotStore(RangedRows, ParquetStore):
 
     def range_of(self, shard: int, row: int, part: str) -> MediaRange:
         """See `RangedRows.range_of`."""
-        where = f"videos/{part}/"
-        path = self._path(shard, row, self._info.video_path or "", where, part)
-        begin_s, end_s = (self._number(shard, row, where + name, float) for name in ("from_timestamp", "to_timestamp"))
+        prefix = f"videos/{part}/"
+        path = self._path(shard, row, self._info.video_path or "", prefix, part)
+        begin_s, end_s = (self._number(shard, row, prefix + name, float) for name in ("from_timestamp", "to_timestamp"))
         checked_range(self, shard, row, path, begin_s, end_s)
         return EpisodeRange(path, begin_s=begin_s, end_s=end_s, fps=self._info.fps)
 
@@ -167,63 +168,63 @@ class LeRobotStore(RangedRows, ParquetStore):
         except (KeyError, msgspec.DecodeError) as error:
             raise self.damaged(shard, f"row {row}", f"{name!r} is not a number: {error}") from error
 
-    def _path(self, shard: int, row: int, template: str, where: str, part: str = "") -> str:
-        """Return the path that a template yields for a row, whose numbers are in the columns `where` + placeholder.
+    def _path(self, shard: int, row: int, template: str, prefix: str, part: str = "") -> str:
+        """Return the path that a template yields for a row. The number for {name} is in the column `prefix` + name.
 
         The template is not passed to `str.format`, because this can read attributes.
         """
 
         def fill(field: re.Match[str]) -> str:
             name, width = field.groups()
-            value = part if name == "video_key" else str(self._number(shard, row, where + name, int))
+            value = part if name == "video_key" else str(self._number(shard, row, prefix + name, int))
             return value.rjust(int(width or 0), "0")
 
         return _FIELD.sub(fill, template)
 
     def _frames(self, shard: int, row: int, feature: str) -> NDArray[Any]:
         """Return the values of a feature in the frames of an episode: (frames, …). Raises `ShardError`."""
-        data = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
+        file = self.file_named(shard, row, self._path(shard, row, self._info.data_path, "data/"))
         first, end = (self._number(shard, row, f"dataset_{name}_index", int) for name in ("from", "to"))
         # the column `index` counts all frames, so subtract the number of the file's first frame
-        begin = first - int(self._column(data, 0, "index")[0])
-        if not 0 <= begin < begin + end - first <= self.group_ends(data)[-1]:
-            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(data)} does not have")
+        begin = first - int(self._column(file, 0, "index")[0])
+        if not 0 <= begin < begin + end - first <= self.group_ends(file)[-1]:
+            raise self.damaged(shard, f"row {row}", f"frames {first} to {end}, which {self.where(file)} does not have")
         stop = begin + end - first
-        if not np.array_equal(self._rows(data, "index", begin, stop), np.arange(first, end)):
-            raise self.damaged(data, f"row {begin}", f"it and those after it are not the frames {first} to {end}")
-        return self._rows(data, feature, begin, stop)
+        if not np.array_equal(self._rows(file, "index", begin, stop), np.arange(first, end)):
+            raise self.damaged(file, f"row {begin}", f"it and those after it are not the frames {first} to {end}")
+        return self._rows(file, feature, begin, stop)
 
-    def _rows(self, data: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
+    def _rows(self, file: int, feature: str, begin: int, stop: int) -> NDArray[Any]:
         """Return the values of a feature in rows `begin` to `stop - 1` of a file of frames."""
-        ends, parts = self.group_ends(data), []
+        ends, pieces = self.group_ends(file), []
         for group in range(bisect_right(ends, begin), bisect_left(ends, stop) + 1):
             start = ends[group - 1] if group else 0  # first row of the group
-            parts.append(self._column(data, group, feature)[max(0, begin - start) : stop - start])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            pieces.append(self._column(file, group, feature)[max(0, begin - start) : stop - start])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _column(self, data: int, group: int, feature: str) -> NDArray[Any]:
+    def _column(self, file: int, group: int, feature: str) -> NDArray[Any]:
         """Return the values of a feature in a row group, cached with other decoded blocks."""
 
-        def decoded() -> tuple[NDArray[Any], int]:
-            batches, size = self.batches(data, group, [feature])
+        def decode() -> tuple[NDArray[Any], int]:
+            batches, size = self.batches(file, group, [feature])
             try:
-                values = _values if self._has_numbers(feature) else _objects
-                return np.concatenate([values(batch.column(feature)) for batch in batches]), size
+                values_of = _numbers_of if self._has_numbers(feature) else _objects_of
+                return np.concatenate([values_of(batch.column(feature)) for batch in batches]), size
             except (KeyError, ValueError) as error:
-                raise self.damaged(data, f"row group {group}", f"no array {feature!r}: {error}") from error
+                raise self.damaged(file, f"row group {group}", f"no array {feature!r}: {error}") from error
 
-        found: NDArray[Any] = self.blocks.get((self._owner, data, group, feature), decoded)
+        found: NDArray[Any] = self.blocks.get((self._owner, file, group, feature), decode)
         return found
 
 
-def _objects(column: Any) -> NDArray[Any]:
+def _objects_of(column: Any) -> NDArray[Any]:
     """Return the values of an Arrow column of any type: object (rows,)."""
     found = np.empty(len(column), object)
     found[:] = column.to_pylist()
     return found
 
 
-def _values(column: Any) -> NDArray[Any]:
+def _numbers_of(column: Any) -> NDArray[Any]:
     """Return the numbers of an Arrow column, or of lists of equal lengths: (rows, …). Raises ValueError."""
     import pyarrow as pa
     import pyarrow.compute as pc

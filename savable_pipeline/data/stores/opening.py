@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_UNREAD = 2  # with more bytes than this many times those of all other files, files that are not read are an error
-
 # folder and bytes of the cache; None means the default
 Cache: TypeAlias = tuple[str | os.PathLike[str] | None, int | None]
 
@@ -145,7 +143,7 @@ def _recognized(
         unread, name = found.unread, found.format.name
         fault = f"{where}: {listed(unread)} {'is' if len(unread) == 1 else 'are'} not read beside the {name} files"
         rest, size = sorted({*names}.difference(unread)), sum(sizes_of(unread))
-        if all(size > _MOST_UNREAD * total for total in itertools.accumulate(sizes_of(rest))):
+        if all(size > 2 * total for total in itertools.accumulate(sizes_of(rest))):
             raise ShardError(f'{fault}, but has most of the bytes. Unpack or name it alone, or pass format="{name}"')
         hint = f", or name media such as {grouped.media[0]} in a field file_name" if grouped.media else ""
         log.warning("%s. Name it alone to read it, or unpack it%s", fault, hint)
@@ -219,10 +217,10 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
     """Return the names of the indexes and markers that exist in a folder of a web server.
 
-    A web server cannot list a folder.
+    A web server cannot list a folder. The usual names are requested first, and the others only if none of them exists.
     """
-    first = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
-    return [*session.stats(url, first)] or [*session.stats(url, (*indexes, STATE))]
+    usual = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
+    return [*session.stats(url, usual)] or [*session.stats(url, (*indexes, STATE))]
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:

@@ -53,11 +53,11 @@ _IDLE_S = 10  # idle seconds after which the child process ends
 
 _Groups: TypeAlias = tuple[list[int], list[int]]  # rows and bytes of each row group
 _children: dict[int, ChildProcess] = {}  # by the ID of the process that started it
-_asking = threading.Lock()  # a child answers one thread at a time
+_child_lock = threading.Lock()  # a child answers one thread at a time
 
 
 class ParquetFooterError(ValueError):
-    """Error: the footer of a file is missing or invalid."""
+    """Error for a missing or invalid footer of a file."""
 
 
 def read_parquet_table(file: ByteSource, name: str) -> ShardTable:
@@ -139,7 +139,7 @@ def _groups_by_child(footer: bytes, size: int) -> _Groups:
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise ImportError("Parquet files need pyarrow. Run `pip install pyarrow`")
-    with _asking:
+    with _child_lock:
         for _ in range(2):
             child = _children.get(os.getpid())
             if child is None or child.process.poll() is not None:
@@ -230,8 +230,7 @@ class ParquetStore(ColumnarStore):
 
     def group_ends(self, shard: int) -> list[int]:
         """See `ColumnarStore.group_ends`."""
-        ends = self._ends.get(shard)
-        if ends is None:
+        if (ends := self._ends.get(shard)) is None:
             ends = self._ends[shard] = np.cumsum(self.group_rows(shard), dtype=np.int64).tolist()
         return ends
 
@@ -252,8 +251,9 @@ class ParquetStore(ColumnarStore):
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
             rows, small = self._bounded(shard, group, file, columns)
-            while some := [*islice(small, max(1, _BATCH // rows))]:  # joined, as each batch costs the time of many rows
-                batches += some if len(some) == 1 else pa.Table.from_batches(some).combine_chunks().to_batches()
+            # Small batches are joined, because each batch costs the time of many rows.
+            while joined := [*islice(small, max(1, _BATCH // rows))]:
+                batches += joined if len(joined) == 1 else pa.Table.from_batches(joined).combine_chunks().to_batches()
         except SavableError:
             raise
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -263,25 +263,26 @@ class ParquetStore(ColumnarStore):
     def _bounded(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
         """Return the number of rows of each batch of a row group, and the batches.
 
-        Each has so few rows that one more batch hardly exceeds the limit. Example: 8192 rows that repeat a dictionary's
-        value of 1 MB decode to 8 GB, from a file of 300 bytes.
+        A batch has so few rows that one more batch hardly exceeds the limit of decoded bytes. Example: 8192 rows that
+        repeat a dictionary's value of 1 MB decode to 8 GB, from a file of 300 bytes.
         """
         used = columns_of(file.metadata.row_group(group), columns)
         stored = sum(column.total_compressed_size for column in used)
-        most = min(self.most_decoded, max(self.unpacked_bytes, _RATIO * stored))
-        value = max((self._dictionary_bytes(shard, column) for column in used), default=0)
-        rows = max(1, min(_BATCH, most // (2 * max(1, value))))  # half, because buffers are copied as they grow
+        max_bytes = min(self.most_decoded, max(self.unpacked_bytes, _RATIO * stored))
+        value_bytes = max((self._dictionary_bytes(shard, column) for column in used), default=0)
+        # half of it, because buffers are copied as they grow
+        rows = max(1, min(_BATCH, max_bytes // (2 * max(1, value_bytes))))
 
         def decoded() -> Iterator[Any]:
             found = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
             size, declared = 0, sum(column.total_uncompressed_size for column in used)
-            while max(size, declared) <= most and (batch := next(found, None)) is not None:
+            while max(size, declared) <= max_bytes and (batch := next(found, None)) is not None:
                 size += batch.nbytes
                 yield batch
-            if max(size, declared) > most:
-                setting = "cache_bytes" if most == self.most_decoded else "unpacked_bytes"
+            if max(size, declared) > max_bytes:
+                setting = "cache_bytes" if max_bytes == self.most_decoded else "unpacked_bytes"
                 more = f"Write smaller row groups, or raise {setting}="
-                raise ValueError(f"it decodes to more than {human_bytes(most)}. {more}")
+                raise ValueError(f"it decodes to more than {human_bytes(max_bytes)}. {more}")
 
         return rows, decoded()
 
@@ -298,8 +299,7 @@ class ParquetStore(ColumnarStore):
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
         """Return byte ranges of the decoded columns of the row groups with these rows."""
-        ranges = self._column_bytes.get(shard)
-        if ranges is None:
+        if (ranges := self._column_bytes.get(shard)) is None:
             footer = self._file(shard).metadata
             groups = range(footer.num_row_groups)
             ranges = [np.array(column_bytes(footer.row_group(i), self.wanted), np.int64).reshape(-1, 2) for i in groups]
@@ -321,9 +321,8 @@ class ParquetStore(ColumnarStore):
         """Return the opened file with its parsed footer."""
         import pyarrow.parquet as pq
 
-        found = self._open.pop(shard, None)
-        if found is None:
-            raw = SourceFile(ByteSource(_weakly(self.files, shard), int(self.entries.sizes[shard])))
+        if (found := self._open.pop(shard, None)) is None:
+            raw = SourceFile(ByteSource(_weak_reader(self.files, shard), int(self.entries.sizes[shard])))
             footer = parsed_footer(read_parquet_footer(self.file(shard)))
             found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found
@@ -332,7 +331,7 @@ class ParquetStore(ColumnarStore):
         return found
 
 
-def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
+def _weak_reader(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
     """Return a function of (offset, size) that reads a file, without a strong reference to `files`.
 
     A reference cycle through C++ would never be collected:
@@ -342,9 +341,9 @@ def _weakly(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
     weak = weakref.ref(files)
 
     def read(offset: int, size: int) -> bytes:
-        found = weak()
-        assert found is not None, "the store keeps them"
-        return found.read(shard, offset, size)
+        referenced = weak()
+        assert referenced is not None, "the store keeps them"
+        return referenced.read(shard, offset, size)
 
     return read
 
@@ -359,7 +358,7 @@ class NamingParquetStore(NamingStore, ParquetStore):
     def usual_fields(self) -> list[str]:
         """Return the columns that HF `datasets` uses for file names in `metadata.parquet`."""
         names = (name.rpartition("file_name") for name in self.schema(0).names)
-        return [f"{stem}file_name={stem.rstrip('_')}" for stem, found, rest in names if found and not rest]
+        return [f"{stem}file_name={stem.rstrip('_')}" for stem, name, rest in names if name and not rest]
 
     def row_of(self, shard: int, row: int) -> tuple[dict[str, Any], bytes]:
         """See `NamingStore.row_of`."""

@@ -36,9 +36,9 @@ _ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
 
 
 class MediaRange(msgspec.Struct, frozen=True):
-    """Range of a file: its path in the row, and seconds.
+    """Range of a file from `begin_s` to `end_s`, in seconds.
 
-    An `end_s` of None is the end of the file.
+    `path` is as in the row. An `end_s` of None is the end of the file.
     """
 
     path: str
@@ -47,7 +47,7 @@ class MediaRange(msgspec.Struct, frozen=True):
 
 
 def _digest(file: ByteSource) -> int:
-    """Return a hash of the size, the start, the middle and the end of a file of which rows name ranges."""
+    """Return a hash of bytes at the start, the middle and the end of a file of which rows name ranges."""
     return hash_some(xxh3_64(), file, _SAMPLED, 2)
 
 
@@ -55,7 +55,7 @@ class RangedRows(FileStore):
     """Rows with parts that are ranges of other files.
 
     The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file with the seconds.
-    Among the bases of a class, this one comes before the store of the table.
+    A class derives from this class first, and then from the store of the table.
     """
 
     base: str | None = None  # the folder that paths are relative to; None means that of the table
@@ -73,20 +73,18 @@ class RangedRows(FileStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`. The bytes of a range are its path and seconds."""
-        part = self._range_part(extension)
-        if part is None:
+        if (part := self._range_part(extension)) is None:
             return super().read(shard, row, extension)  # type: ignore[safe-super]
         return msgspec.json.encode(self._existing_range(shard, row, part))
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
         """See `RecordStore.open`. For a range, this is the whole file."""
-        part = self._range_part(extension)
-        if part is None:
+        if (part := self._range_part(extension)) is None:
             return super().open(shard, row, extension)
         found = self._existing_range(shard, row, part)
         number = self.file_named(shard, row, found.path)
-        size, read_on = int(self.entries.sizes[number]), self.files.read_on
-        source = ByteSource(lambda offset, wanted: read_on(number, offset, wanted, size), size)
+        size, read_ahead = int(self.entries.sizes[number]), self.files.read_ahead
+        source = ByteSource(lambda offset, wanted: read_ahead(number, offset, wanted, size), size)
         return RangeFile(source, found.begin_s, found.end_s, getattr(found, "fps", None))
 
     def file_named(self, shard: int, row: int, path: str) -> int:
@@ -114,7 +112,7 @@ class RangedRows(FileStore):
     def _is_outside(self, number: int) -> bool:
         """Return whether a file is a link that leads out of the dataset's folder."""
         files, root = self.files, self.found.root
-        if files.behind_url or number in self._inside:
+        if files.is_remote or number in self._inside:
             return False
         if not files.path(number).resolve().is_relative_to(root.resolve()):
             return True
@@ -133,8 +131,7 @@ class RangedRows(FileStore):
 
     def _existing_range(self, shard: int, row: int, part: str) -> MediaRange:
         """Return the range of a part. Raises KeyError if the row names no file."""
-        found = self.range_of(shard, row, part)
-        if found is None:
+        if (found := self.range_of(shard, row, part)) is None:
             raise KeyError(f"no part {part!r}: the row names no file")
         return found
 

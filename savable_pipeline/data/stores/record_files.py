@@ -5,8 +5,8 @@
 
 The second layout is LitData's. Files of either may be compressed as a whole. Numbers are little-endian.
 
-Blob of a file in the index: its layout, its compression, the bytes of its content plus one (0: unknown), the bytes of
-its schema, the schema; then the offsets, or where the rows of Arrow are.
+Blob of a file in the index: its unit, its compression, the bytes of its content plus one (0: unknown), the bytes of its
+schema, the schema; then the offsets, or where the rows of Arrow are. See `RecordLayout`.
 
 The fields of a record are parts of a sample: values become the part `json`, everything else a part of its own.
 
@@ -47,7 +47,7 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _NPY_HEADER = 256  # most bytes of the header, unless an array has many dimensions
 _HEAD = 16  # first bytes of a part, by which its type is detected
 INSTEAD = "Read it with its own library, and write its samples with sp.ShardWriter"
-RECORDS, ROWS, WHOLE = range(3)  # layouts: records with offsets, rows of Arrow, or a file compressed as a whole
+RECORDS, ROWS, WHOLE = range(3)  # units: records with offsets, rows of Arrow, or a file compressed as a whole
 PACKED = ("", "gz", "bz2", "zst")
 _MOST_RECORDS = 1 << 32
 _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # first bytes of LitData's files: compressed by batch, and rows
@@ -68,24 +68,24 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Field that is a part of its own: extension, most bytes, and how to build them."""
+    """Field that is a part of its own."""
 
     name: str
     extension: str
-    size: int
+    size: int  # bytes of the part, at most
     load: Callable[[], bytes]
 
 
-def raw(name: str, extension: str, data: ByteSource) -> Blob:
-    """Return bytes as a part.
+def bytes_blob(name: str, extension: str, data: ByteSource) -> Blob:
+    """Return a part with these bytes.
 
     The extension "" is replaced by the detected one, or by `bin`.
     """
     return Blob(name, extension or media_of(data.head(_HEAD), _MEDIA), data.size, data.read)
 
 
-def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSource) -> Blob:
-    """Return an array as `npy`.
+def array_blob(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSource) -> Blob:
+    """Return a part with an array as `npy`.
 
     Raises `RecordError` if the bytes do not fill the shape.
     """
@@ -94,7 +94,7 @@ def array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: ByteSou
     return Blob(name, "npy", data.size + _NPY_HEADER, lambda: npy(np.frombuffer(data.read(), dtype).reshape(shape)))
 
 
-def scalar(kind: str, data: bytes) -> Any:
+def first_number(kind: str, data: bytes) -> Any:
     """Return the number of the dtype `kind` at the start of bytes.
 
     Raises ValueError and IndexError if there are too few bytes.
@@ -102,8 +102,8 @@ def scalar(kind: str, data: bytes) -> Any:
     return np.frombuffer(data, kind)[0].item()
 
 
-def pixels(name: str, data: ByteSource) -> Blob:
-    """Return a Pillow image as PNG, or as TIFF for modes that PNG lacks.
+def image_blob(name: str, data: ByteSource) -> Blob:
+    """Return a part with a Pillow image as PNG, or as TIFF for modes that PNG lacks.
 
     The data are its width, height, length of its mode, mode, and rows.
     """
@@ -132,8 +132,8 @@ def _image(name: str, extension: str, mode: str, size: tuple[int, int], data: By
     return file.getvalue()
 
 
-def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
-    """Return the blobs in a list as the parts 0.jpg, 1.jpg, …
+def numbered_blobs(name: str, data: ByteSource, build: Callable[[str, ByteSource], Blob], *, begin: int) -> list[Blob]:
+    """Return the elements of a list, built by `build`, as the parts 0.jpg, 1.jpg, …
 
     The data at `begin` are their count, then their sizes, then their bytes.
     """
@@ -142,7 +142,7 @@ def several(name: str, data: ByteSource, make: Callable[[str, ByteSource], Blob]
     offset = begin + 4 + 4 * count
     blobs = []
     for number, size in enumerate(sizes):
-        blob = make(name, data.part(offset, size))
+        blob = build(name, data.part(offset, size))
         blobs.append(Blob(name, f"{number}.{blob.extension}", blob.size, blob.load))
         offset += size
     return blobs
@@ -331,18 +331,17 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
 
 def _listed_file(kind: RecordKind, file: ByteSource, name: str) -> ListedFile | None:
     """Return the entry of a file in index.json, or None if there is none. Raises ValueError."""
-    index = file.sidecar(INDEX, name)
-    if index is None:
+    if (index := file.sidecar(INDEX, name)) is None:
         return None
     stat = index.stat()
-    return _listed(kind.listed, index, stat.st_size, stat.st_mtime_ns).get(name)
+    return _listed_files(kind.listed, index, stat.st_size, stat.st_mtime_ns).get(name)
 
 
 @functools.lru_cache(maxsize=1)
-def _listed(listed: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
+def _listed_files(parse: Callable[[bytes], Any], index: Path, size: int, written_ns: int) -> dict[str, ListedFile]:
     if size > LARGEST_INDEX:
         raise ValueError(f"{INDEX} has {size} bytes, more than the limit of {LARGEST_INDEX}")
-    return {each.name: each for alternatives in listed(index.read_bytes()) for each in alternatives}
+    return {each.name: each for alternatives in parse(index.read_bytes()) for each in alternatives}
 
 
 def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable:
@@ -351,10 +350,10 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
         raise ValueError(f"{file.size} bytes, but {listed.size} by {INDEX}. Copy it again")
     if not 0 <= listed.samples < _MOST_RECORDS:
         raise ValueError(f"{listed.samples} records by {INDEX}. Copy it again")
-    layout, offsets = (WHOLE, np.zeros(0, "<u8")) if listed.packed else layout_in(file, listed.samples, kind.chunked)
+    unit, offsets = (WHOLE, np.zeros(0, "<u8")) if listed.packed else layout_in(file, listed.samples, kind.chunked)
     content = 0 if listed.content is None else listed.content + 1
     schema = np.frombuffer(listed.schema + bytes(-len(listed.schema) % 8), "<u8")
-    head = np.array([layout, PACKED.index(listed.packed), content, len(listed.schema)], "<u8")
+    head = np.array([unit, PACKED.index(listed.packed), content, len(listed.schema)], "<u8")
     blob = np.concatenate([head, schema, offsets]).tobytes()
     digest = hash_some(xxhash.xxh3_64(blob), file, _SAMPLED_BYTES, _BLOCKS)
     return ShardTable(ShardEntry(listed.name, file.size, listed.samples, digest), blob)
@@ -362,11 +361,11 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
     """Decode the index blob of a file."""
-    layout, packed, content, length = blob[:4].tolist()
+    unit, packed, content, length = blob[:4].tolist()
     begin = 4 + -(-length // 8)
-    end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[layout]
+    end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[unit]
     schema = blob[4:begin].tobytes()[:length]
-    return RecordLayout(layout, PACKED[packed], content - 1 if content else None, schema, blob[begin:end])
+    return RecordLayout(unit, PACKED[packed], content - 1 if content else None, schema, blob[begin:end])
 
 
 def layout_in(content: ByteSource, samples: int, chunked: bool) -> tuple[int, FileBlob]:
@@ -477,15 +476,15 @@ class RecordTable:
         return size
 
 
-def table_of(data: bytes, expected: int, most: int) -> RecordTable:
+def table_of(data: bytes, expected: int, max_bytes: int) -> RecordTable:
     """Return the rows of an Arrow file or stream.
 
-    Raises ValueError for damage, and for more than `most` bytes.
+    Raises ValueError for damage, another number of rows than `expected`, and more than `max_bytes` bytes.
     """
     import pyarrow as pa  # imported here, because only Arrow chunks need it
 
-    if (size := _decoded_bytes(data)) > most:
-        raise ValueError(f"rows in Arrow of {size} bytes, more than {most}. {MORE}")
+    if (size := _decoded_bytes(data)) > max_bytes:
+        raise ValueError(f"rows in Arrow of {size} bytes, more than {max_bytes}. {MORE}")
     try:
         source = pa.py_buffer(data)
         reader = pa.ipc.open_file(source) if data.startswith(_ARROW) else pa.ipc.open_stream(source)
@@ -507,14 +506,14 @@ def _decoded_bytes(data: bytes) -> int:
     batches, total = batches_of(np.frombuffer(found.rows, "<u8")), 0
     for begin, end in zip(batches.begins.tolist(), batches.ends.tolist(), strict=True):
         message = read_message(file, begin)
-        total += decoded_bytes(memoryview(data)[begin:end], message) if message.compressed else 0
+        total += decoded_bytes(memoryview(data)[begin:end], message) if message.is_compressed else 0
     return total
 
 
 def _without_bytes(value: Any, name: str, blobs: list[Value | Blob]) -> Any:
-    """Return a value without the bytes in it, which are added to `blobs` under their paths."""
+    """Return a value without the bytes in it, or `_NOTHING`. The bytes are added to `blobs`, named by their paths."""
     if isinstance(value, bytes):
-        blobs.append(raw(name, "", ByteSource.of(value)))
+        blobs.append(bytes_blob(name, "", ByteSource.of(value)))
         return _NOTHING
     if not isinstance(value, dict | list):
         return value

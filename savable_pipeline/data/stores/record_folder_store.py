@@ -7,7 +7,7 @@ a compressed file, or rows of Arrow     the file is a group of rows, decoded onc
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,6 +47,15 @@ _PIECE = 1 << 23  # bytes of a file to hash at a time
 _LIKELY = 3  # estimated compression ratio of a file whose decompressed size is unknown
 
 
+class _Record(NamedTuple):
+    """A record: where it is, its fields, and its parts by extension."""
+
+    shard: int
+    row: int
+    fields: list[Value | Blob]
+    parts: dict[str, Blob]
+
+
 class RecordFolderStore(GroupedStore):
     """Records of a folder with an index.json.
 
@@ -67,28 +76,26 @@ class RecordFolderStore(GroupedStore):
     ) -> None:
         super().__init__(found, blocks)
         self.kind, self._algorithm = kind, validate_hash
-        self._wrong: dict[int, str] = {}  # how the hash of a file differs, or "", by compared file
-        self.key_column, self._most = key, unpacked_bytes
+        self._hash_faults: dict[int, str] = {}  # by file: how its hash differs from index.json, or ""
+        self.key_column, self._unpacked_bytes = key, unpacked_bytes
         self._schemas: dict[bytes, Schema] = {}
         self._layouts: dict[int, RecordLayout] = {}
-        # the last record that was read: shard, row, fields and parts
-        self._found: tuple[int, int, list[Value | Blob], dict[str, Blob]] = -1, 0, [], {}
+        self._last_record = _Record(-1, 0, [], {})  # the last one that was read
         self.files.fetch_rows(found.numbers)  # of all shards at once, because the rows are few
         kinds = {tuple(self.blob(shard)[:2].tolist()) for shard in np.flatnonzero(self.entries.samples).tolist()}
-        self._grouped = any(unit != RECORDS for unit, _ in kinds)
-        self.decoded_bytes = self.blocks.limit if self._grouped else 0
+        self._has_groups = any(unit != RECORDS for unit, _ in kinds)
+        self.decoded_bytes = self.blocks.limit if self._has_groups else 0
         for unit, packed in kinds:  # a damaged index raises later, when its file is read
             kind_of_data = "rows" if unit == ROWS else PACKED[packed] if packed < len(PACKED) else ""
             if kind_of_data in NEEDED:
                 needed_package(kind_of_data)
-        if not self.files.behind_url and self.entries and (found.root / INDEX).exists():
+        if not self.files.is_remote and self.entries and (found.root / INDEX).exists():
             self.files.watch_view(~0, found.root / INDEX)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
-        parts = self._record(shard, row)[1]
-        blob = parts.get(extension)
-        if blob is None:
+        parts = self._record(shard, row).parts
+        if (blob := parts.get(extension)) is None:
             blob = parts[find_part(extension, parts)]
         try:
             return blob.load()
@@ -97,17 +104,17 @@ class RecordFolderStore(GroupedStore):
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """Return `json`, which has the values, and the parts for images, arrays and bytes."""
-        return list(self._record(shard, row)[1])
+        return list(self._record(shard, row).parts)
 
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """See `FileStore.value`."""
-        values = {field.name: field.value for field in self._record(shard, row)[0] if isinstance(field, Value)}
+        values = {field.name: field.value for field in self._record(shard, row).fields if isinstance(field, Value)}
         return as_part(values[name])
 
-    def record(self, shard: int, row: int, at_once: int = _READ_WHOLE_FOR_VALUES) -> list[Value | Blob]:
+    def record(self, shard: int, row: int, whole_bytes: int = _READ_WHOLE_FOR_VALUES) -> list[Value | Blob]:
         """Return the fields of a record.
 
-        A record of more than `at_once` bytes is read in pieces. Raises `RecordError`, `ShardError`.
+        A record of more than `whole_bytes` bytes is read in pieces. Raises `RecordError`, `ShardError`.
         """
         layout = self._layout(shard)
         if layout.unit != RECORDS:
@@ -117,35 +124,35 @@ class RecordFolderStore(GroupedStore):
         self.awaited.done((shard, 0), row)
         content = ByteSource(partial(self.files.read, shard), int(self.entries.sizes[shard]))
         record, schema = record_in(content, layout.offsets, row), self._schema(layout)
-        if schema.each:
+        if schema.each:  # the name of the compression of each record
             try:
-                record = ByteSource.of(decompressed(record.read(), schema.each, self._most))
+                record = ByteSource.of(decompressed(record.read(), schema.each, self._unpacked_bytes))
             except DamagedError as error:
                 raise RecordError(f"damaged record: {error}") from error
-        elif record.size <= at_once:
+        elif record.size <= whole_bytes:
             record = ByteSource.of(record.read())
         return schema.fields(record)
 
     def listed_order(self) -> list[int]:
         """Return the shards in the order of index.json."""
-        number = {name: shard for shard, name in enumerate(self.entries.names)}
+        shard_of = {name: shard for shard, name in enumerate(self.entries.names)}
         index = self.files.sidecar(INDEX)
         listed = [] if index is None else self.kind.names({INDEX: index.read_bytes()})
-        return [next(number[name] for name in names if name in number) for names in listed]
+        return [next(shard_of[name] for name in names if name in shard_of) for names in listed]
 
     def validate(self, shard: int, algorithm: str | None = None) -> None:
         """Read a whole file, and raise `ShardError` if its hash differs from index.json.
 
         Without an algorithm, one with a hash in index.json is used, if any.
         """
-        if shard not in self._wrong:
+        if shard not in self._hash_faults:
             hashes = self._hashes.get(self.entries.names[shard], {})
             algorithm, size = algorithm or known_hash(hashes), int(self.entries.sizes[shard])
             pieces = (self.files.read(shard, begin, min(_PIECE, size - begin)) for begin in range(0, size, _PIECE))
-            self._wrong[shard] = "" if algorithm is None else wrong_hash(hashes, algorithm, pieces)
-        if self._wrong[shard]:
+            self._hash_faults[shard] = "" if algorithm is None else wrong_hash(hashes, algorithm, pieces)
+        if self._hash_faults[shard]:
             raise ShardError(
-                f'{self.where(shard)}: damaged: {self._wrong[shard]}. Copy it again, or pass on_error="skip"'
+                f'{self.where(shard)}: damaged: {self._hash_faults[shard]}. Copy it again, or pass on_error="skip"'
             )
 
     @cached_property
@@ -157,7 +164,7 @@ class RecordFolderStore(GroupedStore):
     def row_groups(self, shard: int) -> tuple[list[int], int] | None:
         """See `RecordStore.row_groups`. A folder without compression has none."""
         entry = self.entries[shard]
-        if not self._grouped:
+        if not self._has_groups:
             return None
         if not entry.samples:
             return [], 0
@@ -176,14 +183,14 @@ class RecordFolderStore(GroupedStore):
         raw, unit, offsets = read(begin, end - begin), layout.unit, layout.offsets
         try:
             if unit == WHOLE:
-                raw = decompressed(raw, layout.packed, self._most, layout.content)
+                raw = decompressed(raw, layout.packed, self._unpacked_bytes, layout.content)
                 unit, offsets = layout_in(ByteSource.of(raw), expected, self.kind.chunked)
                 if unit == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]
             rows: RecordBlock | RecordTable = (
                 RecordBlock(raw, offsets, self._schema(layout))
                 if unit == RECORDS
-                else table_of(raw, expected, self._most)
+                else table_of(raw, expected, self._unpacked_bytes)
             )
         except ValueError as error:
             raise ShardError(
@@ -200,22 +207,20 @@ class RecordFolderStore(GroupedStore):
             begins, ends = np.zeros(1, np.uint64), np.full(1, size, np.uint64)
         return np.minimum(begins, size).astype(np.int64), np.minimum(ends, size).astype(np.int64)
 
-    def _record(self, shard: int, row: int) -> tuple[list[Value | Blob], dict[str, Blob]]:
-        """Return the fields and the parts of a record. Raises `ShardError`."""
-        last = self._found
-        if last[1] == row and last[0] == shard:
-            return last[2], last[3]
+    def _record(self, shard: int, row: int) -> _Record:
+        """Return a record. Raises `ShardError`."""
+        last = self._last_record
+        if last.row == row and last.shard == shard:
+            return last
         try:
             fields = self.record(shard, row, _READ_WHOLE)
-            parts = parts_of(fields)
+            self._last_record = _Record(shard, row, fields, parts_of(fields))
         except RecordError as error:
             raise self._broken_record(shard, row, error) from error
-        self._found = shard, row, fields, parts
-        return fields, parts
+        return self._last_record
 
     def _layout(self, shard: int) -> RecordLayout:
-        layout = self._layouts.get(shard)
-        if layout is None:
+        if (layout := self._layouts.get(shard)) is None:
             self.found.check_rows(shard)
             if self._algorithm is not None:
                 self.validate(shard, self._algorithm)
@@ -223,8 +228,7 @@ class RecordFolderStore(GroupedStore):
         return layout
 
     def _schema(self, layout: RecordLayout) -> Schema:
-        schema = self._schemas.get(layout.schema)
-        if schema is None:
+        if (schema := self._schemas.get(layout.schema)) is None:
             schema = self._schemas[layout.schema] = msgspec.json.decode(layout.schema, type=self.kind.schema)
         return schema
 

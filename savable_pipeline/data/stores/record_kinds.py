@@ -25,13 +25,13 @@ from savable_pipeline.data.stores.record_files import (
     ListedFile,
     RecordKind,
     Value,
-    array,
+    array_blob,
+    bytes_blob,
     decode_index,
+    first_number,
     format_of_kind,
-    pixels,
-    raw,
-    scalar,
-    several,
+    image_blob,
+    numbered_blobs,
 )
 from savable_pipeline.data.stores.record_folder_store import RecordFolderStore
 
@@ -141,45 +141,47 @@ def _array(name: str, settings: str, data: ByteSource) -> list[Value | Blob]:
         shape_bytes = data.part(offset + 1, count * width).read()
         shape = tuple(np.frombuffer(shape_bytes, f"<u{width}").tolist())
         offset += 1 + count * width
-    return [array(name, np.dtype(kind), shape, data.rest(offset))]
+    return [array_blob(name, np.dtype(kind), shape, data.rest(offset))]
 
 
 def _field(kinds: Mapping[str, _Decode], name: str, kind: str, data: ByteSource) -> Sequence[Value | Blob]:
-    """Decode the bytes of one field of this kind by `kinds`. It may become several. Raises `RecordError`."""
-    plain, _, setting = kind.partition(":")
+    """Decode the bytes of a field of this kind by `kinds`. They may become several fields. Raises `RecordError`."""
+    base_kind, _, setting = kind.partition(":")
     try:
-        return kinds[plain](name, setting, data)
+        return kinds[base_kind](name, setting, data)
     except RecordError:
         raise
     except (ValueError, TypeError, LookupError, RecursionError, InvalidOperation) as error:
         raise RecordError(f"damaged record: {name} is not {kind}: {error}") from error
 
 
-def _values(kinds: Mapping[str, Callable[[bytes], Any]]) -> dict[str, _Decode]:
+def _value_decoders(kinds: Mapping[str, Callable[[bytes], Any]]) -> dict[str, _Decode]:
+    """Return decoders of fields whose bytes these functions parse to a value, by kind."""
+
     def decode(parse: Callable[[bytes], Any]) -> _Decode:
         return lambda name, _, data: [Value(name, parse(data.read()))]
 
     return {kind: decode(parse) for kind, parse in kinds.items()}
 
 
-_jpeg = functools.partial(lambda name, data: raw(name, "jpg", data))
-_png = functools.partial(lambda name, data: raw(name, "png", data))
+_jpeg = functools.partial(lambda name, data: bytes_blob(name, "jpg", data))
+_png = functools.partial(lambda name, data: bytes_blob(name, "png", data))
 _COLUMNS: dict[str, _Decode] = {
-    "bytes": lambda name, _, data: [raw(name, "", data)],
+    "bytes": lambda name, _, data: [bytes_blob(name, "", data)],
     "jpeg": lambda name, _, data: [_jpeg(name, data)],
     "png": lambda name, _, data: [_png(name, data)],
-    "pil": lambda name, _, data: [pixels(name, data)],
-    "jpeg_array": lambda name, _, data: several(name, data, _jpeg, begin=0),
-    "jpegarray": lambda name, _, data: several(name, data, _jpeg, begin=0),
-    "list[jpeg]": lambda name, _, data: several(name, data, _jpeg, begin=4),
-    "list[png]": lambda name, _, data: several(name, data, _png, begin=4),
-    "list[pil]": lambda name, _, data: several(name, data, pixels, begin=4),
+    "pil": lambda name, _, data: [image_blob(name, data)],
+    "jpeg_array": lambda name, _, data: numbered_blobs(name, data, _jpeg, begin=0),
+    "jpegarray": lambda name, _, data: numbered_blobs(name, data, _jpeg, begin=0),
+    "list[jpeg]": lambda name, _, data: numbered_blobs(name, data, _jpeg, begin=4),
+    "list[png]": lambda name, _, data: numbered_blobs(name, data, _png, begin=4),
+    "list[pil]": lambda name, _, data: numbered_blobs(name, data, image_blob, begin=4),
     "ndarray": _array,
-    **_values({"str": bytes.decode, "json": json.loads, "int": functools.partial(scalar, "<i8")}),
-    **_values({"str_int": lambda data: int(data.decode()), "str_float": lambda data: float(data.decode())}),
+    **_value_decoders({"str": bytes.decode, "json": json.loads, "int": functools.partial(first_number, "<i8")}),
+    **_value_decoders({"str_int": lambda data: int(data.decode()), "str_float": lambda data: float(data.decode())}),
     # a string, because JSON has no exact decimals
-    **_values({"str_decimal": lambda data: str(Decimal(data.decode()))}),
-    **_values({kind: functools.partial(scalar, kind) for kind in _SCALARS}),
+    **_value_decoders({"str_decimal": lambda data: str(Decimal(data.decode()))}),
+    **_value_decoders({kind: functools.partial(first_number, kind) for kind in _SCALARS}),
 }
 
 
@@ -256,7 +258,7 @@ def _assembled(spec: Any, leaves: Iterator[Sequence[Value | Blob]]) -> Any:
 
 
 def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
-    """Return (name, value) of an item's values: the name is a number in a list, and `item` for a single value."""
+    """Return (name, value) of an item's values. The name is a number in a list, and `item` for a single value."""
     if values is _NOTHING:
         return []
     if isinstance(values, dict):
@@ -265,6 +267,7 @@ def _items(spec: Any, values: Any) -> list[tuple[str, Any]]:
 
 
 def _paths(spec: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the keys on the path to each leaf of a tree below `path`."""
     if spec is _LEAF:
         yield path
         return
@@ -281,7 +284,7 @@ def _listed_chunks(index: bytes) -> list[tuple[ListedFile, ...]]:
     found = decode_index(index, _Chunks, "LitData")
     config = found.config
     try:
-        spec = _spec(json.loads(config.data_spec or "null"))
+        spec = _parse_spec(json.loads(config.data_spec or "null"))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ValueError(f"not a readable index of LitData: {error}") from error
     _check_config(config)
@@ -301,21 +304,20 @@ def _forms_of_chunk(chunk: _Chunk, config: _Config, schema: bytes) -> tuple[List
     return ListedFile(chunk.filename, chunk.chunk_size, schema, packed="zst"), unpacked
 
 
-def _spec(loaded: Any) -> Any:
+def _parse_spec(loaded: Any) -> Any:
     """Parse the tree of torch's `treespec_dumps`: a version, and nodes of type, context and children."""
     if loaded is None:
         return _LEAF
     version, node = loaded
     if version != 1:
         raise ValueError(f"version {version} of data_spec")
-    return _node(node)
+    return _parse_node(node)
 
 
-def _node(node: dict[str, Any]) -> Any:
-    kind = node["type"]
-    if kind is None:
+def _parse_node(node: dict[str, Any]) -> Any:
+    if (kind := node["type"]) is None:
         return _LEAF
-    children = [_node(child) for child in node["children_spec"]]
+    children = [_parse_node(child) for child in node["children_spec"]]
     if kind in ("builtins.dict", "collections.OrderedDict"):
         return [str(name) for name in json.loads(node["context"])], children
     if kind in ("builtins.list", "builtins.tuple"):
@@ -355,33 +357,33 @@ def _with_header(torch: bool, name: str, _: str, data: ByteSource) -> list[Value
     order = ">u4" if torch else "<u4"
     code, dimensions = np.frombuffer(data.part(0, 8).read(), order).tolist()
     shape = np.frombuffer(data.part(8, 4 * dimensions).read(), order).tolist()
-    return [array(name, _dtype(torch, code), tuple(shape), data.rest(8 + 4 * dimensions))]
+    return [array_blob(name, _dtype(torch, code), tuple(shape), data.rest(8 + 4 * dimensions))]
 
 
 def _without_header(torch: bool, name: str, setting: str, data: ByteSource) -> list[Value | Blob]:
     dtype = _dtype(torch, int(setting))
-    return [array(name, dtype, (data.size // dtype.itemsize,), data)]
+    return [array_blob(name, dtype, (data.size // dtype.itemsize,), data)]
 
 
 def _dtype(torch: bool, code: int) -> np.dtype[Any]:
     return np.dtype(_TORCH[code] if torch else _NUMPY[code])
 
 
-def _file_of(default: str, name: str, setting: str, data: ByteSource) -> list[Value | Blob]:
-    return [raw(name, setting or default, data)]
+def _file_blob(default: str, name: str, setting: str, data: ByteSource) -> list[Value | Blob]:
+    return [bytes_blob(name, setting or default, data)]
 
 
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
 _LEAVES: dict[str, _Decode] = {
-    **{kind: functools.partial(_file_of, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
+    **{kind: functools.partial(_file_blob, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
     "pil": _COLUMNS["pil"],
     "jpeg_array": _COLUMNS["jpeg_array"],
     "numpy": functools.partial(_with_header, False),
     "tensor": functools.partial(_with_header, True),
     "no_header_numpy": functools.partial(_without_header, False),
     "no_header_tensor": functools.partial(_without_header, True),
-    **_values({"str": bytes.decode, "text": bytes.decode, "bool": lambda data: data[0] != 0, "json": _json}),
-    **_values({"int": functools.partial(scalar, "<i8"), "float": functools.partial(scalar, "<f8")}),
+    **_value_decoders({"str": bytes.decode, "text": bytes.decode, "bool": lambda data: data[0] != 0, "json": _json}),
+    **_value_decoders({"int": functools.partial(first_number, "<i8"), "float": functools.partial(first_number, "<f8")}),
 }
 
 

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 class StoreFacts(Protocol):
     """Facts about a store for commands. Most stores use the defaults.
 
-    `keys_in_shards` says whether the shards alone decide the keys, and no setting. `parts_in_rows` says whether the
-    index lacks the parts of rows. `found` is the opened index of files, which a store of your own lacks.
+    `keys_in_shards` says whether keys depend on the shards alone, and on no setting. `parts_in_rows` says whether the
+    names of a sample's parts are only in its row, and not in the index. `found` is the opened index of files, which a
+    store of your own lacks.
     """
 
     keys_in_shards: ClassVar[bool] = False
@@ -72,9 +73,9 @@ class StoreFacts(Protocol):
         return
 
     def row_groups(self, shard: int, /) -> tuple[list[int], int] | None:
-        """Return the rows of each group that is decoded as a whole, and the bytes of all.
+        """Return the number of rows of each group, and the bytes of all groups.
 
-        It is None without groups.
+        A group of rows is decoded as a whole. The result is None for a shard without groups.
 
         Args:
             shard: The number of the shard.
@@ -84,9 +85,8 @@ class StoreFacts(Protocol):
     def byte_ranges(self, shard: int, rows: Rows, /) -> tuple[Rows, Rows]:
         """Return the byte ranges of a file that reading these rows needs.
 
-        They are starts and ends, int64 (any,) each, and empty if unknown.
-
-        Raises `ShardError`.
+        The result is two arrays, starts and ends, int64 (any,) each. Both are empty if the ranges are unknown. Raises
+        `ShardError`.
         """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
@@ -223,18 +223,18 @@ class RecordStore(StoreFacts, Protocol):
         return {extension: len(self.read(shard, row, extension)) for extension in self.extensions(shard, row)}
 
     def part_sizes(self) -> dict[str, Rows] | None:
-        """Return the sizes in bytes of all parts, by extension.
+        """Return the sizes in bytes of all parts, by extension, or None.
 
-        It is None if all would have to be read.
+        It is None if all parts would have to be read.
         """
         return None
 
     def rejects_warning(self) -> str:
-        """Return a warning of content that is in the files and in no sample, or ""."""
+        """Return a warning of content of the files that is in no sample, or ""."""
         return ""
 
     def offset(self, shard: int, row: int, /) -> int:
-        """Return the place of a sample in its shard, in `unit`.
+        """Return the position of a sample in its shard, in `unit`.
 
         Args:
             shard: The number of the shard.
@@ -243,7 +243,7 @@ class RecordStore(StoreFacts, Protocol):
         return row
 
     def part_offset(self, shard: int, row: int, extension: str, /) -> int | None:
-        """Return the byte of its shard at which a part starts.
+        """Return the offset in bytes of a part in its shard, or None.
 
         It is None for a part that is not a range of the shard.
 
@@ -254,20 +254,22 @@ class RecordStore(StoreFacts, Protocol):
         """
         return None
 
-    def rows(self, shards: Rows, places: Rows, /) -> Rows:
-        """Return the rows of samples by their places in shards: int64 of the same shape.
+    def rows(self, shards: Rows, positions: Rows, /) -> Rows:
+        """Return the rows of samples by their positions in shards.
+
+        The result is int64 of the same shape.
 
         Args:
             shards: The numbers of the shards.
-            places: The place of each sample among those of its shard, from 0.
+            positions: The position of each sample among those of its shard, from 0.
         """
-        return places
+        return positions
 
     @property
     def prefetch_refs(self) -> int:
-        """The number of refs for `prefetch` to have in advance.
+        """The number of refs to pass to `prefetch` ahead of their use.
 
-        0 means no more than the next ones.
+        0 means only the next ones.
         """
         return 0
 
@@ -283,7 +285,7 @@ class RecordStore(StoreFacts, Protocol):
         """Announce samples that will be read next. Returns at once.
 
         Args:
-            rows: Their rows.
+            rows: The rows of the samples.
         """
         return
 
@@ -306,20 +308,20 @@ class RecordStore(StoreFacts, Protocol):
         It is called when a run pauses, ends or is saved, also from another thread. Check at once.
 
         Raises:
-            ShardError: A file read for them has changed.
+            ShardError: A file read for these batches has changed.
         """
         return
 
 
 def hash_some(digest: Any, file: ByteSource, size: int, blocks: int) -> int:
-    """Add the size and some bytes of a file to a hash.
+    """Add some bytes of a file to a hash, and return its value.
 
-    They are `blocks` + 1 pieces of `size` bytes, from the start to the end.
+    They are `blocks` + 1 evenly spread pieces of `size` bytes, the first and the last bytes included.
     """
-    places = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
-    file.expect(places)
-    for each in places:
-        digest.update(file.read_at(*each))
+    ranges = [(max(0, file.size - size) * block // blocks, size) for block in range(blocks + 1)]
+    file.expect(ranges)
+    for offset_and_size in ranges:
+        digest.update(file.read_at(*offset_and_size))
     return int(digest.intdigest())
 
 
@@ -344,7 +346,7 @@ class FileStore(RecordStore):
         return CachedBlocks(found.remote, found, all_used=self.all_used)
 
     def file(self, shard: int) -> StoreFile:
-        """Return a file as formats read it."""
+        """Return a file of the store as a `ByteSource`."""
         return StoreFile(self.files, shard)
 
     def verify(self, slot: int) -> None:
@@ -375,7 +377,7 @@ class FileStore(RecordStore):
 
         An error is raised when they are read.
         """
-        if not self.files.behind_url:
+        if not self.files.is_remote:
             return
         shards = np.searchsorted(self.firsts, indices, side="right") - 1
         with contextlib.suppress(SavableError):
@@ -391,14 +393,14 @@ class FileStore(RecordStore):
         Raises `ShardError` for null and invalid UTF-8. (A substitute could equal the key of another row, and a `Join`
         would mix them up.)
         """
-        name, found, fault = self.key_column, None, "is missing or null"
+        name, value, fault = self.key_column, None, "is missing or null"
         if name is None:
             return f"{self.entries.names[shard]}:{row}"
         with contextlib.suppress(KeyError):
-            found = self.value(shard, row, name)
-        if found is not None:
+            value = self.value(shard, row, name)
+        if value is not None:
             try:
-                return found.decode()
+                return value.decode()
             except UnicodeDecodeError:
                 fault = "is not UTF-8"
         raise ShardError(
@@ -419,7 +421,7 @@ class FileStore(RecordStore):
     def value(self, shard: int, row: int, name: str) -> bytes | None:
         """Return the value of a column or field of a row, or None for null.
 
-        Raises KeyError if it is missing, `ShardError`.
+        Raises `ShardError`, and KeyError if there is no such column or field.
         """
         raise KeyError(name)
 

@@ -36,10 +36,10 @@ from savable_pipeline.data.remote.lookup import (
     locked_dataset,
     newest_version,
     open_protected,
-    point,
     pointed_version,
     unread_version,
     with_stamps,
+    write_pointer,
 )
 from savable_pipeline.data.remote.session import Session, scratch
 from savable_pipeline.data.remote.shard_cache import ShardCache, changed_shards, create_flags, open_parts
@@ -58,13 +58,13 @@ log = logging.getLogger(__name__)
 
 
 class WholeScans:
-    """Scanner that downloads whole files into the folder `aside`.
+    """Scanner that downloads whole files into `scan_folder`.
 
-    A file is NAME, and its version on the server is NAME.pin.
+    A file is NAME there, and NAME.pin has its version on the server.
     """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
-        self.aside = folder / "scan"
+        self.scan_folder = folder / "scan"
         self._found, self._form, self._session = found, form, session
 
     def scan(self, number: int) -> ShardTable:
@@ -75,7 +75,7 @@ class WholeScans:
         name, size, path = self._found.names[number], int(self._found.sizes[number]), self._path(number)
         if whole_version(path) is None or path.stat().st_size != size:
             self.pin(number, self._session.call("whole", self._found.root, name, size, str(path)))
-        return self._form.scan(self.aside, name)
+        return self._form.scan(self.scan_folder, name)
 
     def drop(self, number: int) -> None:
         """Delete the local copy of a file."""
@@ -90,16 +90,16 @@ class WholeScans:
             pin_whole(self._path(number), version)
         return pinned_version(self._path(number))
 
-    def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """Create the version in this folder with the index at `fresh`.
+    def create_version(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
+        """Create the version in the folder `version`, with the index at `fresh`.
 
-        The cached bytes of the `scanned` files are moved to it.
+        The cached bytes of the `scanned` files are moved there.
         """
         cached = _with_index(version, fresh)
         for number in scanned:
             if cached.pin(number, self.pin(number)) and whole_version(self._path(number)):
                 self._adopt(cached, number)
-        shutil.rmtree(self.aside, ignore_errors=True)
+        shutil.rmtree(self.scan_folder, ignore_errors=True)
         return cached
 
     def _adopt(self, cached: ShardCache, number: int) -> None:
@@ -112,20 +112,21 @@ class WholeScans:
             os.close(fd)
 
     def _path(self, number: int) -> Path:
-        return self.aside / self._found.names[number]
+        return self.scan_folder / self._found.names[number]
 
 
 class PartScans:
     """Scanner that reads files through the cache.
 
-    They are cached in a version without an index, which becomes the version of the index.
+    The files are cached in a version without an index, which later gets the new index.
     """
 
     def __init__(self, found: RemoteShards, form: Format, folder: Path, session: Session) -> None:
         self._cached = unread_version(found, folder)
-        session.call("forget", str(self._cached.folder))  # it may know an earlier folder of this name that was moved
+        # The downloading process may have opened an earlier folder of this name.
+        session.call("forget", str(self._cached.folder))
         self._folder = RemoteFolder(found.root, self._cached, session)
-        self._form, self.aside = form, self._cached.folder
+        self._form, self.scan_folder = form, self._cached.folder
 
     def scan(self, number: int) -> ShardTable:
         """See `WholeScans.scan`."""
@@ -140,17 +141,17 @@ class PartScans:
         """See `WholeScans.pin`."""
         return self._cached.pin(number, version)
 
-    def moved(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
-        """See `WholeScans.moved`."""
+    def create_version(self, fresh: Path, version: Path, scanned: list[int]) -> ShardCache:
+        """See `WholeScans.create_version`."""
         if not (version / "flags").exists():
             shutil.rmtree(version, ignore_errors=True)
-            fresh.replace(self.aside / "index")
-            self.aside.replace(version)
+            fresh.replace(self.scan_folder / "index")
+            self.scan_folder.replace(version)
             return open_protected(version)
         cached = _with_index(version, fresh)
         for number in scanned:
             cached.pin(number, self.pin(number))
-        shutil.rmtree(self.aside)
+        shutil.rmtree(self.scan_folder)
         return cached
 
 
@@ -199,7 +200,7 @@ def scan_remotely(file: RemoteScan) -> tuple[ShardTable, str]:
         return msgspec.structs.replace(table, rows=bytes(table.rows)), scans.pin(0)
 
 
-def scanned_elsewhere(
+def scan_by_engine(
     engine: Engine, scans: RemoteScans, found: RemoteShards, form: Format, numbers: list[int]
 ) -> Generator[ShardTable, None, None]:
     """Yield the tables of these files, scanned by the machines of an engine.
@@ -207,7 +208,7 @@ def scanned_elsewhere(
     The versions of the files are pinned on this machine.
     """
     stamps = found.stamps or [""] * len(found.names)
-    jobs = (RemoteScan(form, found.root, found.names[n], int(found.sizes[n]), stamps[n]) for n in numbers)
+    jobs = (RemoteScan(form, found.root, found.names[i], int(found.sizes[i]), stamps[i]) for i in numbers)
     number_of = {found.names[number]: number for number in numbers}
     with contextlib.closing(engine.each(scan_remotely, jobs)) as finished:
         for job, (table, version) in finished:
@@ -248,25 +249,26 @@ def open_remote(
     session: Session,
     *,
     tolerant: bool,
-    anew: bool = False,
+    reindex: bool = False,
     engine: Engine | None = None,
     progress: FileProgress = lambda done, total: None,
 ) -> tuple[RemoteFolder, Sequence[str]]:
-    """Return where the files `found` are cached, and their names.
+    """Index files if needed, and return where they are cached, and their names.
 
-    Files that differ from the index are indexed again, unless `tolerant`. With `anew`, all files are indexed again, and
-    their sizes are requested from the server. `progress` counts the indexed files. This machine indexes them, or those
-    of an `engine`. Raises `RemoteError`, and unless `tolerant` `ShardError` for a damaged file or one that was deleted.
+    `found` are the files. Files that differ from the index are indexed again, unless `tolerant`. With `reindex`, all
+    files are, and their sizes are requested from the server. `progress` counts the indexed files. The machines of an
+    `engine` index them, or else this one. Raises `RemoteError`, and unless `tolerant` `ShardError` for a damaged file
+    or one that was deleted.
     """
-    with locked_dataset(found, form, session, counts=anew) as (found, folder, own):
-        if anew:
+    with locked_dataset(found, form, session, counts=reindex) as (found, folder, own):
+        if reindex:
             found = replace(found, sizes=with_stamps(found, session, np.flatnonzero(found.sizes < 0).tolist()).sizes)
         elif found.whole and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
             _note_replaced(own, found)
-        builder = _IndexBuilder(form, folder, session, tolerant, anew, engine, progress)
-        keeps_index = tolerant and not anew and not form.whole  # even if files changed
+        builder = _IndexBuilder(form, folder, session, tolerant, reindex, engine, progress)
+        keeps_index = tolerant and not reindex and not form.whole  # even if files changed
         if own is not None and _covers(own.index, found, tolerant, builder.changed(own), sizes=not keeps_index):
             cached = open_protected(own.folder)
         else:
@@ -290,13 +292,15 @@ def index_remote(
 
     Returns the path of the index in the cache, and the files that could not be read to their end.
     """
-    folder, names = open_remote(files, found, form, session, tolerant=True, anew=True, engine=engine, progress=progress)
+    folder, names = open_remote(
+        files, found, form, session, tolerant=True, reindex=True, engine=engine, progress=progress
+    )
     shards, wanted = folder.index.shards, set(names)
-    return folder.index_path, [shards[n] for n in sorted(shards.faults) if shards.names[n] in wanted]
+    return folder.index_path, [shards[number] for number in sorted(shards.faults) if shards.names[number] in wanted]
 
 
 def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> RemoteShards:
-    """Return the files of a prefix with those of the index that are gone.
+    """Return the files below a prefix, and those of the index that are gone, sorted by name.
 
     Raises `ShardError` for deleted files unless `tolerant`.
     """
@@ -348,7 +352,7 @@ class _IndexBuilder:
     folder: Path
     session: Session
     tolerant: bool
-    anew: bool
+    reindex: bool
     engine: Engine | None
     progress: FileProgress
 
@@ -360,7 +364,7 @@ class _IndexBuilder:
         pointer = self.folder / f"made-{_hash(as_names(files))}.json"
         before = pointed_version(pointer, self.form)
         changed = self.changed(before)
-        if before is not None and self.tolerant and not self.anew:
+        if before is not None and self.tolerant and not self.reindex:
             names = before.index.shards.names
             if set(found.names) <= set(names):
                 return RemoteShards.named(found.root, names), open_protected(before.folder)
@@ -373,7 +377,7 @@ class _IndexBuilder:
         if before is not None and before.stamp == stamp and _covers(before.index, found, self.tolerant, changed):
             return found, open_protected(before.folder)
         cached = self._build(found, before, own)
-        point(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
+        write_pointer(pointer, Version(cached.folder, cached.layout.index, stamp, stamps))
         for stale in self.folder.glob("new-*"):  # old versions of files, left by an interrupted call
             shutil.rmtree(stale, ignore_errors=True)
         if self.form.whole:
@@ -387,9 +391,9 @@ class _IndexBuilder:
     def changed(self, version: Version | None) -> set[str]:
         """Return the names of files that were found to differ from this version.
 
-        The result is empty if such files do not matter.
+        The result is empty if such files are not indexed again.
         """
-        return changed_shards(version.folder) if version is not None and (self.anew or not self.tolerant) else set()
+        return changed_shards(version.folder) if version and (self.reindex or not self.tolerant) else set()
 
     def _build(self, found: RemoteShards, before: Version | None, own: Version | None) -> ShardCache:
         base = before or own
@@ -402,9 +406,9 @@ class _IndexBuilder:
         if base is not None:
             found.sizes[[*known]] = base.index.shards.sizes[[*known.values()]]
         scans = scans_of(found, self.form, self.folder, self.session)
-        scans.aside.mkdir(parents=True, exist_ok=True)
+        scans.scan_folder.mkdir(parents=True, exist_ok=True)
         fresh = self.folder / "downloaded.index"
-        with ScannedTables(scans.aside / "index") as scanned:
+        with ScannedTables(scans.scan_folder / "index") as scanned:
             self._scan(scans, found, missing, scanned)
             tables = (
                 base.index.table(known[number]) if base is not None and number in known else scanned[name]
@@ -413,11 +417,12 @@ class _IndexBuilder:
             write_index(fresh, tables, self.form)
         version = self._version(fresh, {number: scans.pin(number) for number in missing})
         if base is not None and any(
-            read_pin(version / f"{n}.pin") not in ("", read_pin(base.folder / f"{m}.pin")) for n, m in known.items()
+            read_pin(version / f"{new}.pin") not in ("", read_pin(base.folder / f"{old}.pin"))
+            for new, old in known.items()
         ):
             # the existing version has bytes of other files
             version = version.with_name(f"{version.name}-{_hash(base.folder.name)}")
-        return scans.moved(fresh, version, missing)
+        return scans.create_version(fresh, version, missing)
 
     def _unchanged_numbers(self, base: Version, found: RemoteShards, changed: set[str]) -> dict[int, int]:
         """Return the numbers of unchanged files in an earlier index, by their new numbers. Their rows are fetched."""
@@ -428,8 +433,7 @@ class _IndexBuilder:
             is_same = number >= 0 and found.sizes[number] in (-1, entry.size) and not entry.fault
             if is_same and entry.name not in changed and (not base.stamps or base.stamps[old] == found.stamps[number]):
                 known[number] = old
-        parts = open_parts(base.folder, base.index)
-        if parts is not None and known:
+        if (parts := open_parts(base.folder, base.index)) is not None and known:
             create_flags(base.folder)
             absent = parts.absent(np.array([*known.values()], dtype=np.int64))
             self.session.call("index_rows", found.root, str(base.folder), absent.tolist())
@@ -439,7 +443,7 @@ class _IndexBuilder:
         """Scan these files, unless an interrupted call has scanned them already."""
         form, size = self.form, int(found.sizes[missing].sum())
         fits = self.engine is None and size <= self.session.limit
-        to_scan = {found.names[n]: n for n in missing if not _is_scanned(scanned, found.names[n], int(found.sizes[n]))}
+        to_scan = {found.names[i]: i for i in missing if not _is_scanned(scanned, found.names[i], int(found.sizes[i]))}
         if form.whole:
             log.warning(
                 "%s has no index of %d shards (%.3g GB). They are downloaded to build it. Run `savable index` there",
@@ -451,7 +455,7 @@ class _IndexBuilder:
             log.info("indexing %d of %d files at %s", len(to_scan), len(found.names), found.root)
 
         def unreadable(number: int, error: ShardError) -> ShardTable:
-            if self.anew or not self.tolerant:
+            if self.reindex or not self.tolerant:
                 raise error
             return form.unreadable(found.names[number], int(found.sizes[number]), str(error))
 
@@ -460,7 +464,7 @@ class _IndexBuilder:
         scanning = (
             scan_locally(scans, numbers, unreadable)
             if self.engine is None
-            else scanned_elsewhere(self.engine, scans, found, form, numbers)
+            else scan_by_engine(self.engine, scans, found, form, numbers)
         )
         with contextlib.closing(scanning) as tables:
             for done, table in enumerate(tables, done_before + 1):

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from savable_pipeline.data.shards.part_types import MEDIA_PARTS, SUBTITLE_PARTS, TEXT_PARTS, part_type
-from savable_pipeline.data.shards.paths import LANCE, LANCE_CURE, PACKED_TARS
+from savable_pipeline.data.shards.paths import LANCE, LANCE_FIX, PACKED_TARS
 from savable_pipeline.data.shards.tar import split_name
 
 # the top folders (True), no classes (False), names, a file of names, or another folder with the same classes
@@ -25,15 +25,13 @@ _OF_OTHER_LIBRARIES = ".h5 .hdf5 .lmdb .mdb .tfrecord .tfrecords .beton .rec .db
 CONTAINERS = {
     **dict.fromkeys((".zip", ".7z", ".rar"), "unpack it, and convert the folder"),
     **dict.fromkeys(_OF_OTHER_LIBRARIES.split(), OTHER),
-    LANCE: LANCE_CURE,
+    LANCE: LANCE_FIX,
     **dict.fromkeys((".xlsx", ".xls"), "save each sheet as CSV"),
     ".mds": "name the folder with its index.json",
 }
 """Files of many samples that no format reads, and what to do with them."""
-_NO_PARTS = frozenset(
-    (".py", ".sh", ".yaml", ".yml", ".md", ".log", ".mat")
-)  # suffixes of files about a folder of media
-_STATISTICS = "_stats.json"  # end of the names of img2dataset's statistics
+# suffixes of files about a folder of media
+_NO_PARTS = frozenset((".py", ".sh", ".yaml", ".yml", ".md", ".log", ".mat"))
 _MEDIA = frozenset(f".{name}" for name in MEDIA_PARTS)
 
 
@@ -71,8 +69,7 @@ def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, 
     """
     files: dict[str, str] = {}
     for extension, path, size, fault in parts:
-        other = files.get(extension.lower())
-        if other is not None:
+        if (other := files.get(extension.lower())) is not None:
             fault = fault or f"two parts with one extension: {other} and {path}"
         files[extension.lower()] = path
         is_empty = not size and extension.lower() not in TEXT_PARTS and part_type(extension) not in SUBTITLE_PARTS
@@ -140,11 +137,10 @@ class FileNames:
         # A part of several has the suffix .tfrecord-00000-of-00010.
         self.containers = self._with_last({*CONTAINERS, *(s for s in self._by_suffix if s.startswith(".tfrecord-"))})
 
-    def ending(self, suffixes: Iterable[str]) -> list[str]:
+    def ending(self, suffixes: Collection[str]) -> list[str]:
         """Return the names that end with one of these suffixes, ignoring case."""
-        suffixes = (*suffixes,)
         found = self._with_last({*map(suffix_of, suffixes)})
-        return [name for name in found if name.lower().endswith(suffixes)]
+        return [name for name in found if name.lower().endswith((*suffixes,))]
 
     def lone_containers(self) -> list[str]:
         """Return containers and compressed tars whose stem no part of a sample has."""
@@ -164,7 +160,7 @@ class FileNames:
         A table with the name of a folder does not count, because img2dataset writes one for each folder.
         """
         folders = {name.rpartition("/")[0] for name in self.media}
-        names = (name for name in self.no_samples() if not is_for_people(name) and not name.endswith(_STATISTICS))
+        names = (name for name in self.no_samples() if not is_for_people(name) and not name.endswith("_stats.json"))
         return {name for name in names if stem_of(name) not in folders}
 
     def _with_last(self, suffixes: Collection[str]) -> list[str]:
@@ -187,7 +183,7 @@ class FileNames:
         """
         found = {*filter(is_for_people, self.all)}
         if self.media:
-            found.update(self.lone([*self._with_last(TABLES | _NO_PARTS), *self.ending((_STATISTICS,))]))
+            found.update(self.lone([*self._with_last(TABLES | _NO_PARTS), *self.ending(("_stats.json",))]))
             found.update(self.lone_containers())
         return found
 

@@ -32,7 +32,7 @@ from savable_pipeline.data.stores.record_store import FileStore, hash_some
 from savable_pipeline.errors import ShardError
 
 _NAME = re.compile(r"((?:.*/)?)([^/.]+)\.(\d+)\.(?:tar|jsonl|jsonl\.gz)")  # folder, field and number
-_SAMPLED = 1 << 12, 8  # bytes to compare at each of some positions of a tar
+_SAMPLED = 1 << 12, 8  # bytes of each compared piece of a tar, and number of pieces after the first
 _CUTS, _AUDIO, _NOTHING = "cuts", "recording", ("nodata", "nometa")
 _Content: TypeAlias = bytes | tuple[int, int, int]  # a line; or shard, offset and size of a tar member
 
@@ -59,7 +59,8 @@ class SharStore(FileStore):
 
     def key(self, shard: int, row: int) -> str:
         """Return the id of the cut."""
-        return self._rows(shard)[row][0][0].removesuffix(".json")
+        ((name, _),) = self._rows(shard)[row]  # a file of cuts has one line for each
+        return name.removesuffix(".json")
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """Return `json`, then the parts of each field."""

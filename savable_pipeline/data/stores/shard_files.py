@@ -37,14 +37,14 @@ from savable_pipeline.errors import ShardError
 log = logging.getLogger(__name__)
 
 OPEN_SHARDS = 256  # most descriptors that one dataset keeps open in a process
-# pause between checks: seconds, and multiple of a check's duration, which is long on a network disk
-_CHECK_S, _CHECK_SHARE = 1.0, 50
+# pause between checks: seconds, or if that is longer, as on a network disk, this multiple of a check's duration
+_CHECK_S, _CHECK_MULTIPLE = 1.0, 50
 _SLOTS_SHOWN = 20
 
-Where = TypeVar("Where")  # type of what locates bytes of a sample, such as an extension
+Location = TypeVar("Location")  # type of what locates bytes of a sample, such as an extension
 T = TypeVar("T")
 Locate: TypeAlias = Callable[[Rows, Rows], Rows]  # from shards, and positions in them, to rows of the index
-ReadRow: TypeAlias = Callable[[int, int, Where], T]  # from shard, row, and location in the sample, to the value
+ReadRow: TypeAlias = Callable[[int, int, Location], T]  # from shard, row, and location in the sample, to the value
 
 
 def unreadable_error(path: object, error: OSError) -> ShardError:
@@ -75,7 +75,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
     the look-up would cost a tenth of a read.
     """
 
-    behind_url: ClassVar[bool] = False
+    is_remote: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,9 +132,9 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """
 
     def prefetch_bytes(self, shard: int, begins: Rows, ends: Rows, *, soon: bool = False) -> None:
-        """Announce reads of these bytes of a file.
+        """Announce reads of byte ranges of a file.
 
-        The ranges are pairs of `begins` and `ends`.
+        Range i is from `begins[i]` to `ends[i]`.
         """
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
@@ -147,7 +147,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
             data = os.pread(descriptor, size, offset)
         except OSError as error:
             data = self.read_again(shard, offset, size, error)
-        return data if len(data) == size else data + self.rest(shard, offset + len(data), size - len(data))
+        return data if len(data) == size else data + self.read_rest(shard, offset + len(data), size - len(data))
 
     def read_again(self, shard: int, offset: int, size: int, error: OSError) -> bytes:
         """Repeat a read that failed, after opening the file again.
@@ -183,37 +183,38 @@ class ShardFiles(dict[int, Descriptor], ABC):
         if done != len(array):
             array[:] = np.frombuffer(ShardFiles.read(self, shard, offset, len(array)), np.uint8)
 
-    def read_on(self, shard: int, offset: int, size: int, stop: int) -> bytes:
+    def read_ahead(self, shard: int, offset: int, size: int, stop: int) -> bytes:
         """Return bytes of a shard. Remote files may download more, up to `stop`."""
         return self.read(shard, offset, size)
 
-    def rest(self, shard: int, offset: int, missing: int) -> bytes:
+    def read_rest(self, shard: int, offset: int, missing: int) -> bytes:
         """Return the rest of a short read, `missing` bytes at `offset`.
 
         Linux returns at most 2 GB at once.
         """
-        parts, more = [], b"?"
-        while missing and more:
+        pieces = []
+        while missing:
             try:
-                more = os.pread(self[shard], missing, offset)
+                piece = os.pread(self[shard], missing, offset)
             except OSError as error:
-                more = self.read_again(shard, offset, missing, error)
-            parts.append(more)
-            offset, missing = offset + len(more), missing - len(more)
-        if missing:
-            raise ShardError(
-                f"{self.path(shard)}: {missing} bytes at byte {offset} are missing. The file was cut short: restore it",
-                reason="changed shard",
-            )
-        return b"".join(parts)
+                piece = self.read_again(shard, offset, missing, error)
+            if not piece:
+                raise ShardError(
+                    f"{self.path(shard)}: {missing} bytes at byte {offset} are missing. The file was cut short: "
+                    "restore it",
+                    reason="changed shard",
+                )
+            pieces.append(piece)
+            offset, missing = offset + len(piece), missing - len(piece)
+        return b"".join(pieces)
 
     def watch_view(self, number: int, path: Path) -> None:
         """Watch a memory-mapped file: a shard, or under the number `~shard` its sidecar."""
 
     def verify(self, slot: int) -> None:
-        """Raise `ShardError` if a shard changed before the batch of this slot is yielded.
+        """Raise `ShardError` if a shard changed, before the batch of this slot is yielded.
 
-        The batch may have been read from it.
+        The slot is the batch's position in the run. The batch may have been read from the changed shard.
         """
 
     def verify_yielded(self) -> None:
@@ -232,8 +233,8 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def fetch_rows(self, numbers: Rows) -> None:
         """Fetch the missing index rows of shards with these numbers."""
 
-    def located(self, rows: Locate) -> Locate:
-        """Return `rows`, extended to wait for missing index rows."""
+    def fetch_rows_before(self, rows: Locate) -> Locate:
+        """Return the function `rows`, extended to fetch missing index rows first."""
         return rows
 
     def has_all_rows(self) -> bool:
@@ -244,10 +245,10 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Return a reader of parts of samples too long to download, or `parts`."""
         return parts
 
-    def guard(self, read: ReadRow[Where, T], long: ReadRow[Where, T]) -> ReadRow[Where, T]:
-        """Return `read`, extended to wait for the bytes of the row.
+    def download_before(self, read: ReadRow[Location, T], long: ReadRow[Location, T]) -> ReadRow[Location, T]:
+        """Return `read`, extended to download the row first if it is missing.
 
-        The read is repeated if they are evicted in the meantime. `long` reads a missing row that is too long to
+        The read is repeated if the row is evicted in the meantime. `long` reads a missing row that is too long to
         download whole.
         """
         return read
@@ -267,9 +268,9 @@ class StoreFile(ByteSource):
         read = files.read
         super().__init__(lambda offset, wanted: read(shard, offset, wanted), size, self._whole_name.rpartition("/")[2])
 
-    def expect(self, places: list[tuple[int, int]]) -> None:
+    def expect(self, ranges: list[tuple[int, int]]) -> None:
         """See `ByteSource.expect`."""
-        begins, sizes = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        begins, sizes = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         self._files.prefetch_bytes(self._shard, begins, np.minimum(begins + sizes, self.size), soon=True)
 
     def sidecar(self, suffix: str, name: str = "") -> Path | None:
@@ -306,13 +307,13 @@ class LocalFiles(ShardFiles):
         """
         path = self.path(shard)
         try:
-            return with_retries(path, lambda: self._opened(shard, path))
+            return with_retries(path, lambda: self._open_checked(shard, path))
         except OSError as error:
             if lacks_handles(error):
                 raise
             raise unreadable_error(path, error) from error
 
-    def _opened(self, shard: int, path: Path) -> int:
+    def _open_checked(self, shard: int, path: Path) -> int:
         descriptor = _open_without_atime(path)
         try:
             self._check(shard, descriptor, path)
@@ -335,10 +336,7 @@ class LocalFiles(ShardFiles):
             self._pin(number, path.stat(), None)
 
     def _check(self, shard: int, descriptor: int, path: Path) -> None:
-        """Raise `ShardError` unless a shard's size and some samples are as indexed, and it is the pinned file.
-
-        These are the first sample, one in the middle and the last.
-        """
+        """Raise `ShardError` unless a shard's size and compared bytes are as indexed, and it is the pinned file."""
         found, stat = self._found, os.fstat(descriptor)
         size = int(found.entries.sizes[shard])
         if stat.st_size != size:
@@ -365,8 +363,7 @@ class LocalFiles(ShardFiles):
 
     def _close(self, shard: int) -> Descriptor | None:
         """Forget the descriptor of a shard, after a last check of the file."""
-        descriptor = super()._close(shard)
-        if descriptor is not None:
+        if (descriptor := super()._close(shard)) is not None:
             self._check_open([(shard, descriptor)])
         return descriptor
 
@@ -381,13 +378,13 @@ class LocalFiles(ShardFiles):
         if self._slots:
             self._check_shards("")
 
-    def _check_shards(self, unless_unused: str) -> None:
+    def _check_shards(self, message_end: str) -> None:
         """Check open shards, and files that are only mapped. Raises `ShardError` for a change.
 
         The error repeats at each check, because no later batch is right either. Other threads may open and close
         shards, and add slots, during the check.
         """
-        noted, began = list(self._slots), time.monotonic()
+        checked_slots, started_s = list(self._slots), time.monotonic()
         if not self._changed:
             self._check_open(self.copy().items())
             for number, path in list(self._viewed.items()):
@@ -395,14 +392,14 @@ class LocalFiles(ShardFiles):
                 with contextlib.suppress(OSError):
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
                         self._note_if_changed(number, stat, None)
-            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * (time.monotonic() - began))
+            self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_MULTIPLE * (time.monotonic() - started_s))
         if not self._changed:
-            for slot in noted:  # remove only these, because another thread may have added more
+            for slot in checked_slots:  # remove only these, because another thread may have added more
                 self._slots.pop(slot, None)
             return
         raise ShardError(
             f"{self._changed[0]}: it was overwritten while this run read it. Restore it, and resume from an earlier "
-            f"state\nThe slots {_numbers(sorted(self._slots))} may have bytes of both{unless_unused}",
+            f"state\nThe slots {_format_slots(sorted(self._slots))} may have bytes of both{message_end}",
             reason="changed shard",
         )
 
@@ -426,7 +423,7 @@ class LocalFiles(ShardFiles):
             self._changed.append(self._path_of(number))
 
     def _pin(self, number: int, stat: os.stat_result, descriptor: int | None) -> bool:
-        """Record the status of an opened file, and return False if it differs from the recorded one."""
+        """Record the status of an opened file, and return whether it equals a status recorded earlier."""
         now = FileVersion.of(stat)
         pin = self._pins.setdefault(number, now)
         return pin.inode == now.inode and self._is_same(number, now, descriptor)
@@ -447,7 +444,8 @@ class LocalFiles(ShardFiles):
 
         Without a descriptor, the file is opened.
         """
-        shard, opened = number if number >= 0 else ~number, -1
+        shard = number if number >= 0 else ~number
+        opened = -1
         try:
             if descriptor is None or number < 0:
                 descriptor = opened = _open_without_atime(self.path(shard))
@@ -481,7 +479,7 @@ def _open_without_atime(path: Path) -> int:
         return os.open(path, flags)
 
 
-def _numbers(slots: list[int]) -> str:
+def _format_slots(slots: list[int]) -> str:
     """Format slots, such as `3, 99 and 8 more up to 401`."""
     more = f" and {len(slots) - _SLOTS_SHOWN} more up to {slots[-1]}" if len(slots) > _SLOTS_SHOWN else ""
     return ", ".join(map(str, slots[:_SLOTS_SHOWN])) + more

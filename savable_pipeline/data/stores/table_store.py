@@ -42,7 +42,7 @@ from savable_pipeline.data.stores.sample_names import outside, parts_fault
 from savable_pipeline.errors import ShardError
 
 _COMPARED = 1 << 16  # bytes of a line to compare
-MARK = b"\xef\xbb\xbf"  # byte order mark of UTF-8
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8
 LINE = "json"  # the part that is the whole row
 # Returns the fault of a file or "", and the offsets of its rows and of their end: uint64 (rows + 1,).
 Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
@@ -73,7 +73,10 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
 
 
 def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Return whether three rows are where they were: first, middle and last."""
+    """Return whether the first, a middle and the last row are as indexed.
+
+    Their offsets must be equal too.
+    """
     assert isinstance(index, BlobIndex), index
     try:
         return _digest(file, index.blob(number)) == int(index.shards.digests[number])
@@ -94,13 +97,13 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
 
 
 def _count(offsets: FileBlob) -> int:
-    """Return the number of rows. A format may repeat their end, to store a setting of the file."""
+    """Return the number of rows. A format may repeat the last offset, to store a setting of the file."""
     return int(np.searchsorted(offsets, offsets[-1]))
 
 
 def without_byte_order_mark(line: bytes, begin: int) -> bytes:
     """Return a line without the byte order mark at the start of some files."""
-    return line if begin else line.removeprefix(MARK)
+    return line if begin else line.removeprefix(BYTE_ORDER_MARK)
 
 
 class TextStore(FileStore):
@@ -125,17 +128,16 @@ class TextStore(FileStore):
         offsets = self.blob(shard).view(np.int64)
         return offsets[rows], offsets[rows + 1]
 
-    def raw(self, shard: int, row: int, most: int = 1 << 62) -> tuple[bytes, int]:
-        """Return the bytes from a row to the next one, and where they start.
+    def raw(self, shard: int, row: int, max_bytes: int = 1 << 62) -> tuple[bytes, int]:
+        """Return the bytes from a row to the next one, and their offset in the file.
 
-        Raises `ShardError`, also for more than `most` bytes.
+        Raises `ShardError`, also for more than `max_bytes` bytes.
         """
-        starts = self._starts.get(shard)
-        if starts is None:
+        if (starts := self._starts.get(shard)) is None:
             self.files[shard]  # checks the file and its index rows
             starts = self._starts[shard] = self.blob(shard).data
         begin, end = starts[row], starts[row + 1]
-        if end - begin > most:
+        if end - begin > max_bytes:
             raise self.damaged(shard, f"byte {begin}", f"a line of {human_bytes(end - begin)}")
         return self.files.read(shard, begin, end - begin), begin
 
@@ -293,8 +295,7 @@ class NamingStore(FileStore):
         return None
 
     def _row(self, shard: int, row: int) -> TableRow:
-        last = self._last_row
-        if last is not None and last[:2] == (shard, row):
+        if (last := self._last_row) is not None and last[:2] == (shard, row):
             return last[2]
         try:
             fields, body = self.row_of(shard, row)
@@ -349,8 +350,8 @@ class NamingStore(FileStore):
         if len(path.suffix) < 2:
             raise RecordError(f"no extension: {where}")
         try:
-            leaves = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
-            if leaves and not self._allow_outside:
+            is_outside = ".." in path.parts or outside(root, os.path.join(root, name))  # noqa: PTH118  # both as texts
+            if is_outside and not self._allow_outside:
                 raise RecordError(f"outside the source: {where}. Pass --allow-outside to include it")
             status = with_retries(Path(root, name), Path(root, name).stat)
         except RecordError:
@@ -456,15 +457,16 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
         [{"a": [{}, {}]}│, {"a": [{}, {}]}, …      one element
     """
     begins, size = NumberSpool(), _BLOCK
-    end = len(MARK) if file.head(len(MARK)) == MARK else 0  # of the last element so far
-    before, ending, is_last = b"", b"", False
+    end = 3 if file.head(3) == BYTE_ORDER_MARK else 0  # the end of the last element so far
+    before = b""  # "[0" once an element was found, so that the text with the next piece is a list too
+    ending, is_last = b"", False  # the last two bytes of the last element, and whether the piece is the last one
     while not is_last:
         piece = file.read_at(end, size)
         is_last = end + len(piece) == file.size
         cuts = [match.start(1) for match in _COMMA.finditer(piece, max(0, len(piece) - _TAIL))][::-1]
         cuts.sort(key=lambda cut: piece[cut - 2 : cut] != ending)  # first those after the ending of the last element
-        found = filter(None, (_elements_after(before + piece[:cut] + b"]", before) for cut in cuts))
-        if (elements := _elements_after(before + piece, before) if is_last else next(found, None)) is None:
+        lists = filter(None, (_elements_after(before + piece[:cut] + b"]", before) for cut in cuts))
+        if (elements := _elements_after(before + piece, before) if is_last else next(lists, None)) is None:
             if is_last:
                 return _list_fault(file.read()), np.zeros(1, "<u8")
             size *= 2  # an element that is longer, or no list of objects
@@ -480,7 +482,7 @@ def _elements(file: ByteSource) -> tuple[str, FileBlob]:
 
 
 def _elements_after(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
-    """Return the elements of a JSON list that follow those in `before`, or None if the text is no list."""
+    """Return the elements of a JSON list without those in its start `before`, or None if the text is no list."""
     try:
         return msgspec.json.decode(text, type=list[msgspec.Raw])[len(before) > 0 :]
     except (msgspec.DecodeError, RecursionError):
@@ -489,10 +491,10 @@ def _elements_after(text: bytes, before: bytes) -> list[msgspec.Raw] | None:
 
 def _list_fault(data: bytes) -> str:
     try:
-        msgspec.json.decode(data.removeprefix(MARK), type=list[msgspec.Raw])
+        msgspec.json.decode(data.removeprefix(BYTE_ORDER_MARK), type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
         advice = "Write null for NaN, or one object a line (JSONL)" if re.search(rb"\b(NaN|Infinity)\b", data) else ""
-        if field := _OBJECTS.match(data.removeprefix(MARK)[:_BLOCK]):
+        if field := _OBJECTS.match(data.removeprefix(BYTE_ORDER_MARK)[:_BLOCK]):
             advice = f"Write the list in its field {field[1].decode(errors='replace')!r} alone"
         return f"not a whole list of objects: {error}{advice and f'. {advice}'}"
     return "the file changed while it was read. Start again"

@@ -60,18 +60,18 @@ def readahead(rows: TarRows, files: ShardFiles, indices: Rows) -> None:
     indices, numbers = indices[ends - begins <= _LONG], numbers[ends - begins <= _LONG]
     if not len(indices):
         return
-    first = np.flatnonzero((np.diff(indices, prepend=-2) != 1) | (np.diff(numbers, prepend=-1) != 0))
+    first = np.flatnonzero((np.diff(indices, prepend=-2) != 1) | (np.diff(numbers, prepend=-1) != 0))  # of each run
     last = np.append(first[1:], len(indices)) - 1
     begins, ends = rows.extents(indices[first], indices[last], numbers[first])
     runs = list(zip(numbers[first].tolist(), begins.tolist(), ends.tolist(), strict=True))
-    if in_memory(files, runs[:: -(-len(runs) // _BLOCKS_TRIED)]):
+    if are_in_memory(files, runs[:: -(-len(runs) // _BLOCKS_TRIED)]):
         return
     for shard, begin, end in runs:
         with contextlib.suppress(SavableError, OSError):
             os.posix_fadvise(files[shard], begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
-def in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
+def are_in_memory(files: ShardFiles, runs: list[tuple[int, int, int]]) -> bool:
     """Return whether the last byte of each run can be read without waiting for a disk.
 
     A run is (shard, first byte, end).
@@ -101,9 +101,9 @@ class TarRows:
             why = fault or "Name a sample's files KEY.EXTENSION in the tar"
             raise ShardError(f"{found.address}: no sample in {counted(len(found.entries), 'shard')}. {why}")
 
-    def rows(self, shards: Rows, places: Rows) -> Rows:
+    def rows(self, shards: Rows, positions: Rows) -> Rows:
         """Return the index rows of the samples at these positions of these shards."""
-        rows: Rows = self.first_rows[shards] + places
+        rows: Rows = self.first_rows[shards] + positions
         return rows
 
     def extents(self, first: Rows, last: Rows, shards: Rows) -> tuple[Rows, Rows]:
@@ -113,9 +113,9 @@ class TarRows:
         """
         starts = np.asarray(self.index.starts)
         rows = self.first_rows[shards] - self.found.firsts[shards]
-        ends_shard = last + 1 == self.found.firsts[shards + 1]
+        is_last = last + 1 == self.found.firsts[shards + 1]  # whether a run ends with its shard
         next_starts = starts[np.minimum(rows + last + 1, len(starts) - 1)]
-        ends = np.where(ends_shard, self.found.entries.sizes[shards], next_starts)
+        ends = np.where(is_last, self.found.entries.sizes[shards], next_starts)
         return starts[rows + first].astype(np.int64), ends.astype(np.int64)
 
     def layout(self, row: int) -> tar_format.Layout:
@@ -131,9 +131,8 @@ class TarRows:
         Raises KeyError if the part is missing.
         """
         layout = self.layout(row)
-        member = layout.position.get(extension)
-        if member is None:
-            member = layout.position[find_part(extension, layout.position)]
+        if (member := layout.member_of.get(extension)) is None:
+            member = layout.member_of[find_part(extension, layout.member_of)]
         return self.index.extent(row, member, layout)
 
     def offset(self, shard: int, row: int) -> int:
@@ -142,16 +141,16 @@ class TarRows:
 
     def extensions(self, shard: int, row: int) -> list[str]:
         """Return the extensions of a sample, in the order of the tar."""
-        return list(self.layout(row).position)
+        return list(self.layout(row).member_of)
 
     def has_part(self, shard: int, row: int, extension: str) -> bool:
         """See `RecordStore.has_part`."""
-        return is_part(extension, self.layout(row).position)
+        return is_part(extension, self.layout(row).member_of)
 
     def sizes(self, shard: int, row: int) -> dict[str, int]:
         """Return the size in bytes of each part of a sample, by extension."""
         layout = self.layout(row)
-        return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.position.items()}
+        return {extension: self.index.extent(row, member, layout)[1] for extension, member in layout.member_of.items()}
 
     def part_sizes(self) -> dict[str, Rows]:
         """Return the sizes in bytes of all parts, by extension.
@@ -168,7 +167,7 @@ class TarRows:
 class TarParts:
     """Reader of parts from `files`, located by the index.
 
-    It does not check whether bytes are cached, see `ShardFiles.guard`.
+    It does not check whether bytes are cached, see `ShardFiles.download_before`.
     """
 
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
@@ -178,7 +177,7 @@ class TarParts:
         self._first: str | None = None  # the first extension of every sample, if all samples have the same parts
         if len(index.layouts) == 1:
             layout = index.layouts[0]
-            self._first, self._gap, self._members = next(iter(layout.position)), layout.gaps[0], len(layout.gaps)
+            self._first, self._gap, self._members = next(iter(layout.member_of)), layout.gaps[0], len(layout.gaps)
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """Return the bytes of one part of a sample.
@@ -194,7 +193,7 @@ class TarParts:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
             data = self._files.read_again(shard, offset, size, error)
-        return data if len(data) == size else data + self._files.rest(shard, offset + len(data), size - len(data))
+        return data if len(data) == size else data + self._files.read_rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """Return the bytes of one part, uint8 (bytes,), in the memory for batches.
@@ -248,14 +247,16 @@ class TarStore(StoreFacts):
         self.endings: Sequence[str] = found.form.suffixes
         self._rows = rows = TarRows(found)
         self.files = files = _files_of(found)
-        self.rows = files.located(rows.rows)
+        self.rows = files.fetch_rows_before(rows.rows)
         self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
         self.has_part = rows.has_part
         self.request, self.verify, self.verify_yielded = files.request, files.verify, files.verify_yielded
         parts = TarParts(rows, files)
         long = files.long_parts(parts, rows.extent)
-        self.read, self.array = files.guard(parts.read, long.read), files.guard(parts.array, long.array)
-        self._span, self._key = files.guard(parts.span, long.span), files.guard(parts.key, parts.key)
+        self.read = files.download_before(parts.read, long.read)
+        self.array = files.download_before(parts.array, long.array)
+        self._span = files.download_before(parts.span, long.span)
+        self._key = files.download_before(parts.key, parts.key)
 
     def table(self, shard: int) -> ShardTable:
         """See `IndexedFiles.table`."""
@@ -264,16 +265,16 @@ class TarStore(StoreFacts):
 
     def part_sets(self) -> list[list[str]]:
         """See `StoreFacts.part_sets`."""
-        return [[*layout.position] for layout in self._rows.index.layouts]
+        return [[*layout.member_of] for layout in self._rows.index.layouts]
 
     def rejects_warning(self) -> str:
         """See `RecordStore.rejects_warning`. It counts links."""
         index = self._rows.index
-        return warning_of_links(self.address, index, self.found.numbers.tolist()) if index.links else ""
+        return _indexed_links_warning(self.address, index, self.found.numbers.tolist()) if index.links else ""
 
     def prefetch(self, indices: Rows) -> None:
         """Request the download of these samples, or read them ahead from the disk."""
-        if self.files.behind_url:
+        if self.files.is_remote:
             self.files.prefetch(indices)
         else:
             readahead(self._rows, self.files, indices)
@@ -296,7 +297,8 @@ class TarStore(StoreFacts):
 
         Raises KeyError, or `ShardError`.
         """
-        span, (begin, size) = self._span, self._rows.extent(row, extension)
+        span = self._span
+        begin, size = self._rows.extent(row, extension)
         return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
@@ -307,7 +309,7 @@ class TarStore(StoreFacts):
         offset, size = self._rows.extent(row, extension)
         extent = offset, min(size, limit)
         head = self.files.peek(shard, row, extent)
-        return self._span(shard, row, extent) if head is None else head, size
+        return (self._span(shard, row, extent) if head is None else head), size
 
     def key(self, shard: int, row: int) -> str:
         """Return the key of a sample, read from its first header.
@@ -330,10 +332,10 @@ def key_at(path: str, descriptor: int, offset: int) -> str:
     Raises `ShardError` if there is no such header.
     """
     first = next(members(path, descriptor, offset), None)
-    parts = split_name(first.name) if first else None
-    if parts is None:
+    key_and_extension = split_name(first.name) if first else None
+    if key_and_extension is None:
         raise ShardError(f"{path}: no sample at byte {offset}, unlike when it was indexed")
-    return parts[0]
+    return key_and_extension[0]
 
 
 def links_warning(address: str, count: int, first: str) -> str:
@@ -345,7 +347,7 @@ def links_warning(address: str, count: int, first: str) -> str:
     )
 
 
-def warning_of_links(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
+def _indexed_links_warning(address: str, index: tar_format.TarIndex, numbers: Iterable[int]) -> str:
     """Return a warning of the links in the shards with these numbers, or ""."""
     found = [(number, index.links[number]) for number in numbers if number in index.links] if index.links else []
     if not found:

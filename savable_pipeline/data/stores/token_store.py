@@ -38,7 +38,7 @@ from savable_pipeline.data.stores.shard_files import unreadable_error
 from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2  # kinds of files: bare numbers, a .bin with an .idx, an .npy
-_parsing = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
+_header_lock = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -53,7 +53,7 @@ TOKENS_PART = "tokens"
 
 
 class TokenFileError(ValueError):
-    """Error: a file of tokens, or its `.idx`, is invalid."""
+    """Error for an invalid file of tokens or its `.idx`."""
 
 
 class TokenLayout(NamedTuple):
@@ -61,10 +61,10 @@ class TokenLayout(NamedTuple):
 
     layout_kind: int = FLAT
     kind: int = 0  # number of the token type; 0 if the user must pass it
-    begin: int = 0  # byte of the first token
+    begin: int = 0  # offset of the first token in bytes
     tokens: int = 0
     documents: int = 0
-    row: int = 0  # tokens of a row of an array of two dimensions, or 0
+    row_tokens: int = 0  # tokens of a row of an array of two dimensions, or 0
 
     @property
     def dtype(self) -> str:
@@ -124,8 +124,9 @@ def read_documents(idx: Path) -> Documents:
         raise TokenFileError(f"{idx.name}: {idx_size} bytes, but its header says {needed}. Copy it again")
     raw = np.frombuffer(WholeFile(idx).view, np.uint8)
     ends = np.cumsum([_HEAD.size, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
-    parts = [raw[begin:end].view(form) for begin, end, form in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)]
-    return Documents(parts[0], parts[1], parts[2], TYPES[kind])
+    bounds = zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+    lengths, pointers, firsts = (raw[begin:end].view(dtype) for begin, end, dtype in bounds)
+    return Documents(lengths, pointers, firsts, TYPES[kind])
 
 
 def tokens_match_index(file: ByteSource, index: ShardIndex, number: int) -> bool:
@@ -146,11 +147,10 @@ def _layout_in(file: ByteSource) -> TokenLayout:
     size = file.size
     if file.name.lower().endswith(".npy"):
         return _array_layout(file, size)
-    idx = idx_of(file)
-    if idx is None:
+    if (idx := idx_of(file)) is None:
         return TokenLayout()
     found = read_documents(idx)
-    _check(idx.name, found, size)
+    _check_documents(idx.name, found, size)
     width = np.dtype(found.dtype).itemsize
     return TokenLayout(INDEXED, TYPES.index(found.dtype), 0, size // width, max(0, len(found.firsts) - 1))
 
@@ -162,7 +162,7 @@ def _array_layout(file: ByteSource, size: int) -> TokenLayout:
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        with _parsing:
+        with _header_lock:
             shape, fortran, dtype = read(head)
     except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
         raise TokenFileError(f"not an .npy file, or its header is damaged: {error}. Write it again") from error
@@ -171,11 +171,11 @@ def _array_layout(file: ByteSource, size: int) -> TokenLayout:
     tokens, begin = int(np.prod(shape, dtype=object)), head.tell()
     if begin + tokens * dtype.itemsize != size:
         raise TokenFileError(f"{size} bytes, but its header says {begin + tokens * dtype.itemsize}. Copy it again")
-    rows, row = (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-    return TokenLayout(ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row)
+    rows, row_tokens = shape if len(shape) == 2 else (0, 0)
+    return TokenLayout(ARRAY, TYPES.index(dtype.name), begin, tokens, rows, row_tokens)
 
 
-def _check(idx: str, found: Documents, size: int) -> None:
+def _check_documents(idx: str, found: Documents, size: int) -> None:
     """Raise `TokenFileError` unless sequences fill the `.bin` and documents consist of all of them."""
     width, end = np.dtype(found.dtype).itemsize, 0
     for first in range(0, len(found.lengths), _CHECKED):
@@ -223,7 +223,7 @@ class TokenStore(FileStore):
         super().__init__(found)
         self.files.fetch_rows(found.numbers)  # all at once, because each file has only a few numbers
         self._layouts = [self._layout(shard, dtype) for shard in range(len(self.entries))]
-        if length is None and not all(each.layout_kind == INDEXED or each.row for each in self._layouts):
+        if length is None and not all(each.layout_kind == INDEXED or each.row_tokens for each in self._layouts):
             length = documents_or
         self.length, self.stride = length, stride or length
         self.entries = ShardList.of([self._entry(shard, found.tolerant) for shard in range(len(self.entries))])
@@ -304,7 +304,7 @@ class TokenStore(FileStore):
         if self.length is not None:
             assert self.stride is not None
             return msgspec.structs.replace(entry, samples=max(0, (layout.tokens - self.length) // self.stride + 1))
-        if layout.layout_kind == FLAT or (layout.layout_kind == ARRAY and not layout.row):
+        if layout.layout_kind == FLAT or (layout.layout_kind == ARRAY and not layout.row_tokens):
             raise ValueError(f"{self.where(shard)}: a flat file of tokens has no documents. Pass length= of windows")
         return entry
 
@@ -330,13 +330,13 @@ class TokenStore(FileStore):
         """Return offset and size in bytes of a sample. Raises `ShardError` for an invalid index."""
         layout = self._layouts[shard]
         if shard not in self._checked:
-            self._check(shard)
+            self._check_file(shard)
         width = np.dtype(layout.dtype).itemsize
         if self.length is not None:
             assert self.stride is not None
             return layout.begin + row * self.stride * width, self.length * width
         if layout.layout_kind == ARRAY:
-            return layout.begin + row * layout.row * width, layout.row * width
+            return layout.begin + row * layout.row_tokens * width, layout.row_tokens * width
         found = self._documents[shard]
         first, end = int(found.firsts[row]), int(found.firsts[row + 1])
         if not 0 <= first <= end <= len(found.lengths):
@@ -348,7 +348,7 @@ class TokenStore(FileStore):
             raise self.damaged(shard, f"document {row}", f"the bytes {begin} to {stop} of {size}")
         return begin, stop - begin
 
-    def _check(self, shard: int) -> None:
+    def _check_file(self, shard: int) -> None:
         """Raise `ShardError` unless the file and its `.idx` are as indexed."""
         where, file = self.where(shard), self.file(shard)
         try:

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
+from savable_pipeline.core.global_rng import KINDS, as_in_a_worker, seeded_generators
 from savable_pipeline.core.run_facts import NO_FACTS, RunFacts
 from savable_pipeline.errors import SavableError, ShardError
 from savable_pipeline.run.engine.connection import log_shard_error
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import Delivery, RequestKind
-from savable_pipeline.stages.pipeline import seeded_kinds
+from savable_pipeline.stages.pipeline import encoders_of
 
 
 class Backend(Protocol):
@@ -128,7 +128,7 @@ class InProcess(Backend):
         lane, state, kind, self._runner.facts = ticket
         last_stage = self._runner.stage_at(lane, state)
         if last_stage is not None and self._seeded is None:
-            self._seeded = seeded_kinds(last_stage)
+            self._seeded = {each for one in encoders_of(last_stage) for each in seeded_generators(one.global_rng)}
         # Building a lane may draw from any global generator. A running lane draws only from the seeded ones.
         with as_in_a_worker(set(KINDS) if last_stage is None else self._seeded or set()):
             return self._runner.deliver(lane, state, kind)

@@ -54,7 +54,8 @@ class AnswerSender:
     def _body(self, answer: WorkerAnswer) -> tuple[tuple[Any, Any], int | None]:
         """Return (a small answer or None, location of a large answer or None), and a descriptor or None.
 
-        The descriptor is that of a new segment, which the receiver does not have yet.
+        The location has the segment's number, whether it is new, the numbers of dropped segments, and the spans. The
+        descriptor is that of a new segment, which the receiver does not have yet.
         """
         pieces, buffers = batch_pickle.dumps(answer)
         if sum(map(len, pieces)) + sum(map(len, buffers)) <= _INLINE or not hasattr(os, "memfd_create"):

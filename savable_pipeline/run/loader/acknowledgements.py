@@ -177,11 +177,11 @@ class Acknowledgements:
     def cancel_unreceived(self, batches: int) -> None:
         """Undo the last `issue` or `issue_again` if its step was interrupted.
 
-        It was, if its batch is not among the first `batches` that the rank got.
+        It was, if the batch's number is not below `batches`, the number of batches that the rank got.
         """
-        if self._last is None or self._last[0] < batches:
+        number, flight, rows = self._last or (-1, None, 0)
+        if flight is None or number < batches:
             return
-        number, flight, rows = self._last
         with self._lock:
             if flight.number == number:
                 self._set_rows(flight, rows, 0)

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from savable_pipeline.core.run_facts import NUMBER, Decisions
 from savable_pipeline.core.weights import Weight, integer_weights
 from savable_pipeline.core.wording import listed
-from savable_pipeline.data.dataset.key_index import sample_numbers_of
+from savable_pipeline.data.dataset.key_index import sample_indices_of
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.ranks import Ranks
 from savable_pipeline.run.state.fingerprint import stage_field
@@ -122,7 +122,7 @@ def _excluded_indices(exclude: Iterable[Excluded], last: Stage) -> dict[int, lis
         missing = set(keys)
         for source in sources:
             reader = readers[source]
-            numbers, absent = sample_numbers_of(reader.dataset, keys)
+            numbers, absent = sample_indices_of(reader.dataset, keys)
             found.setdefault(reader.tag, []).extend(numbers)
             missing &= absent
         unknown |= missing

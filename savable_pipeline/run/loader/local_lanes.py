@@ -93,7 +93,8 @@ class LocalLanes:
             self._example = self._build_example(self.facts)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
-            self._exclude_files = self._exclude_files or files  # after `close` too, compare with the first contents
+            # `verify_excluded` compares with the first contents, even if the lane is built again
+            self._exclude_files = self._exclude_files or files
             if not self._hinted and LANE_COUNT in self.pinned:
                 log_hints(self._example)
                 self._hinted = True

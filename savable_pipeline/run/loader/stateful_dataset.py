@@ -177,6 +177,7 @@ class StatefulDataset(IterableDataset[Any]):
 
 
 def _is_count(value: object) -> bool:
+    """Return whether this is a number of epochs or shares that fits into `_started_and_seed` with the seed."""
     return type(value) is int and 0 <= value < 1 << (62 - _SEED_BITS)
 
 

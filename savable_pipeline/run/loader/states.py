@@ -205,7 +205,7 @@ class NewShards:
     @property
     def growth_before(self) -> Growth:
         """Return the `RunFacts.growth` with which lanes read only the old shards."""
-        return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}
+        return {branch: [(0, old)] for branch, (old, _) in self._shards.items()}  # from epoch 0 on, `old` shards
 
     def join(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `state` with facts that say at which epochs the new shards join.

@@ -143,11 +143,11 @@ class _Meeting:
             self.write("tcp", public.getsockname())
             self.write("secret", os.urandom(32))
         self.write(f"unix {own}", listener.getsockname())
-        for index in range(own if IS_LINUX else 0):
+        for index in range(own if IS_LINUX else 0):  # is an earlier peer on this machine?
             if (end := reach(socket.AF_UNIX, self._read(f"unix {index}", index))) is not None:
                 self.write(f"source {own}", index)
                 return self._join(end, index), []
-        self.write(f"source {own}", own)
+        self.write(f"source {own}", own)  # this process is the first on its machine
         sources = {index: self._read(f"source {index}", index) for index in range(own + 1, len(self._ranks))}
         upstream = self._join(reach(socket.AF_INET, self._read("tcp", 0)), 0) if own else None
         self._accept(listener, {index for index, source in sources.items() if source == own})

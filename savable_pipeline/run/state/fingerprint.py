@@ -342,7 +342,7 @@ def _both_values(name: str, before: Mapping[str, Any], after: Mapping[str, Any],
 
 
 def _locations(name: str, saved: Fingerprint, current: Fingerprint) -> str:
-    """Return, for a message, where a field's data were when the state was saved, if known, and where they are now."""
+    """Return the end of a message: the address of a field's data when the state was saved, if known, and now."""
     before, now = saved.addresses.get(name), current.addresses.get(name)
     if now is None:
         return ""

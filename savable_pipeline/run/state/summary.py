@@ -75,6 +75,7 @@ def _load(path: Path) -> Any:
 
 
 def _find_states(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the loaders' states in nested dicts and lists."""
     if isinstance(value, Mapping):
         if value.keys() >= _KEYS:
             yield dict(value)

@@ -171,8 +171,8 @@ class SegmentWriter:
     def _discard(self, current: _NextBatch) -> tuple[int, ...]:
         """Free the segment of the next batch, which is too small. Return the numbers of the segments it replaced."""
         if current.fd is None:
-            self._segments[current.number][0] = _FREE
-        else:
+            self._segments[current.number][0] = _FREE  # the trainer's flag
+        else:  # the trainer does not know the segment yet
             os.close(current.fd)
             del self._segments[current.number]
         return current.dropped

@@ -89,9 +89,9 @@ class StatusPage:
             return ""
 
     def has_stack(self, outermost: str) -> bool:
-        """Return whether a stack was written since the last `new_stack`.
+        """Return whether a new stack is complete down to the function `outermost`.
 
-        It must be written down to the function `outermost`.
+        New means written since the last `new_stack`.
         """
         return f"in {outermost}\n".encode() in os.pread(self.descriptor, 1 << 16, self._read_to)
 

@@ -63,8 +63,8 @@ def check_blend(
     if weights is not None:
         weighted = weights.names if isinstance(weights, Schedule) else weights.keys()
         for name in sorted(weighted - set(sources)):
-            meant = closest(name, sources)
-            raise ValueError(f"Blend: weights has no source for {name!r}. The sources are {', '.join(sources)}.{meant}")
+            hint = closest(name, sources)
+            raise ValueError(f"Blend: weights has no source for {name!r}. The sources are {', '.join(sources)}.{hint}")
         if missing := sorted(set(sources) - weighted):
             raise ValueError(f"Blend: every source needs a weight, but {', '.join(missing)} has none. 0 turns it off.")
         if not isinstance(weights, Schedule):
@@ -205,8 +205,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             name: The name of this Blend as a source of another one, or "".
         """
         self._branch = name
-        for own, stage in self._stages.items():
-            _name_branch(stage, f"{name}/{own}" if name else own)
+        for own_name, stage in self._stages.items():
+            _name_branch(stage, f"{name}/{own_name}" if name else own_name)
         self._stage_of = {tag: stage for stage in self._stages.values() for tag in stage.info.tags}
         if len(self._stage_of) < sum(len(stage.info.tags) for stage in self._stages.values()):
             raise ValueError(f"Blend: two of {', '.join(self._stages)} have the same tag. Rename one.")
@@ -221,8 +221,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
         Raises `CheckpointMismatchError` if this Blend has no such source.
         """
-        for stage, positions in groupby(elements, lambda element: self._source_of(element.ref)):
-            chunked(stage).make(list(positions))
+        for stage, of_stage in groupby(elements, lambda element: self._source_of(element.ref)):
+            chunked(stage).make(list(of_stage))
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether the source of an element is certain to rebuild it."""
@@ -238,7 +238,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         return self._source_with_tag(tag_of(next(sample_indices(as_ref(ref)))))
 
     def _source_with_tag(self, tag: int) -> Stage:
-        """Return the source with this tag. Raises `CheckpointMismatchError` if there is none."""
+        """Return the source whose sample indices have this tag. Raises `CheckpointMismatchError` if there is none."""
         if tag not in self._stage_of:
             raise CheckpointMismatchError(
                 f"Blend: the state has a source that is not in {', '.join(self._stages)}. Restore it."
@@ -264,9 +264,9 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def _turns(self) -> Turns | TokenTurns:
         """Return the turns of the sources that have not ended."""
         if self._current_turns is None:
-            schedule, on = self.schedule, self._positive_weights
+            schedule, weights = self.schedule, self._positive_weights
             if schedule is None or self._decided is not None:
-                schedule = Schedule([(0, {name: on[name] for name in self._active})], unit=self.by)
+                schedule = Schedule([(0, {name: weights[name] for name in self._active})], unit=self.by)
             self._current_turns = build_turns(self.info, schedule, self._active, self._before, stride=self.stride)
         return self._current_turns
 
@@ -283,12 +283,11 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
     def _take_token_turn(self, turns: TokenTurns) -> _Elements:
         """Return the element of the next turn in an array, empty if the element is lost or its source has ended."""
         name = self._active[turns.next()]
-        if not self._load(name, 1):
+        if not self._fill_ahead(name, 1):
             self._end_sources({*self._ended, name})
             return self._array([])
         element: Element = self._ahead[name][0]
-        length = self._length(name, element)
-        if length is not None and length < 1:
+        if (length := self._length(name, element)) is not None and length < 1:
             raise EncodeError(
                 f"Blend: an item of {name!r} has {length} tokens. Return at least 1 from `length`, or skip the "
                 f"sample.\n  {sample_names(self, element.ref)}"
@@ -306,7 +305,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         chosen = turns.plan(n)
         for source, name in enumerate(active):
             positions = np.flatnonzero(chosen == source)
-            available = self._load(name, len(positions))
+            available = self._fill_ahead(name, len(positions))
             if available < len(positions):
                 chosen = chosen[: positions[available]]
         drawn = np.empty(len(chosen), self._ahead[active[0]].dtype)
@@ -320,14 +319,14 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             self._end_sources({*self._ended, active[turns.plan(1)[0]]})
         return drawn
 
-    def _load(self, name: str, n: int) -> int:
-        """Take elements of a source until `n` are in `_ahead` or it ends. Returns how many are in `_ahead`."""
+    def _fill_ahead(self, name: str, n: int) -> int:
+        """Take elements of a source until its `_ahead` has `n`, or the source ends. Returns how many it has."""
         source = self._stages[name]
         while len(self._ahead[name]) < n:
-            fresh = chunked(source).take(n - len(self._ahead[name]))
-            if not len(fresh):
+            taken = chunked(source).take(n - len(self._ahead[name]))
+            if not len(taken):
                 break
-            self._ahead[name] = np.concatenate([self._ahead[name], self._array(fresh)])
+            self._ahead[name] = np.concatenate([self._ahead[name], self._array(taken)])
         ready = len(self._ahead[name])
         if self._makes and n and ready and self.yields != "samples":
             value_of(source, self._ahead[name][0])
@@ -341,8 +340,8 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
         """Return the samples with these refs. Parts are read on access."""
         found: list[Any] = [None] * len(refs)
         for stage, positions in self._by_source(refs):
-            for at, sample in zip(positions.tolist(), stage.open_samples(refs[positions]), strict=True):
-                found[at] = sample
+            for position, sample in zip(positions.tolist(), stage.open_samples(refs[positions]), strict=True):
+                found[position] = sample
         return found
 
     def prefetch(self, refs: RefArray) -> None:
@@ -373,15 +372,15 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
 
     def _count_drawn(self, name: str, elements: int, tokens: int = 0) -> None:
         """Count drawn elements of a source, unless it is a Blend, which counts those of its own sources."""
-        counters = self._counters.get(name)
-        if counters is None:
+        if (counters := self._counters.get(name)) is None:
             tags = self._stages[name].info.tags
-            named = [source_counter(min(tags) << TAG_SHIFT, counter) for counter in ("drawn", "drawn_tokens")]
-            counters = self._counters[name] = named if len(tags) == 1 else []
+            names = [source_counter(min(tags) << TAG_SHIFT, counter) for counter in ("drawn", "drawn_tokens")]
+            counters = self._counters[name] = names if len(tags) == 1 else []
         if counters:
-            self.counts[counters[0]] += elements
+            elements_counter, tokens_counter = counters
+            self.counts[elements_counter] += elements
             if tokens:
-                self.counts[counters[1]] += tokens
+                self.counts[tokens_counter] += tokens
 
     def save_state(self) -> State:
         """Return the position.

@@ -111,8 +111,8 @@ class Mixture(msgspec.Struct, frozen=True):
             """Build the reader of a dataset, or the `Blend` of a nested mixture."""
             if isinstance(entry, MixtureSource):
                 return _reader(entry, lane, shared, (cache, cache_bytes))
-            stages = {name: build(inner) for name, inner in entry.sources.items()}
-            weights = {name: _weight(inner, stages[name]) for name, inner in entry.sources.items()}
+            stages = {name: build(source) for name, source in entry.sources.items()}
+            weights = {name: _weight(source, stages[name]) for name, source in entry.sources.items()}
             return Blend(stages, weights=weights if entry.schedule is None else entry.schedule, stride=stride)
 
         return build(self)
@@ -145,13 +145,13 @@ class Mixture(msgspec.Struct, frozen=True):
             if isinstance(entry, MixtureSource):
                 yield name, entry.tags
             else:
-                yield from ((f"{name}/{inner}", tags) for inner, tags in entry.tags().items())
+                yield from ((f"{name}/{inner_name}", tags) for inner_name, tags in entry.tags().items())
 
 
 def _reader(entry: MixtureSource, lane: Lane, shared: dict[str, Any], cache: Cache) -> SampleStage:
     """Build the reader of a dataset, with the options that all readers share, and the cache of tars."""
-    own = {name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")}
-    options = {**shared, **{name: value for name, value in own.items() if value is not None}}
+    values = {name: getattr(entry, name) for name in ("columns", "key", "length", "stride", "dtype", "split", "subset")}
+    options = {**shared, **{name: value for name, value in values.items() if value is not None}}
     if source_at(as_names(entry.path), "", lane, cache).format.name == TAR:
         options |= zip(("cache", "cache_bytes"), cache, strict=True)
     if entry.repetitions is not None:

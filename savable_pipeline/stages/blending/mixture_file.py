@@ -121,12 +121,12 @@ def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
     if not entry.value.get("sources"):
         raise entry.error("add `sources` with at least one named source.")
     sources: dict[str, MixtureSource | Mixture] = {}
-    inside = entry.inner("sources")
-    for name, each in inside.entries():
+    neighbours = entry.inner("sources")
+    for name, source in neighbours.entries():
         if set("/#") & set(name):
-            raise each.error(f"the name of a source must not contain / or #: {name!r}")
-        sources[name] = _mixture(each) if "sources" in each.value else _source(each)
-    _check_shares(sources, dict(inside.entries()))
+            raise source.error(f"the name of a source must not contain / or #: {name!r}")
+        sources[name] = _mixture(source) if "sources" in source.value else _source(source)
+    _check_shares(sources, dict(neighbours.entries()))
     schedule = _schedule(entry.inner("schedule"), sources) if "schedule" in entry.value else None
     return Mixture(sources, entry.value.get("weight"), schedule)
 
@@ -190,8 +190,8 @@ def _source(entry: YamlEntry) -> MixtureSource:
     try:
         source = msgspec.convert(entry.value, MixtureSource)
     except msgspec.ValidationError as error:
-        named = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
-        line = entry.line_of(named[1] or named[2]) if named else None
+        field = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
+        line = entry.line_of(field[1] or field[2]) if field else None
         raise entry.error(str(error).replace("Object", "a source"), line) from error
     if source.repetitions is not None and not (0 <= source.repetitions < float("inf") and source.weight is None):
         message = "`repetitions` is at least 0, and there is no `weight` beside it"
@@ -361,10 +361,10 @@ def _sources_of(
     name = _base_name(str(entry.value["path"]))
     if share == "weight":
         return [(name, Mixture(content.sources, number))]
-    inner = [(each, source) for each, source in content.sources.items() if isinstance(source, MixtureSource)]
+    inner = {name: source for name, source in content.sources.items() if isinstance(source, MixtureSource)}
     return [
-        (f"{name}.{each}", _with_share(source, share, _product(number, source.repetitions or 0)))
-        for each, source in inner
+        (f"{name}.{inner_name}", _with_share(source, share, _product(number, source.repetitions or 0)))
+        for inner_name, source in inner.items()
     ]
 
 

@@ -58,7 +58,7 @@ class Schedule:
             check_choice("Schedule", name, value, choices)
         listed = list(points)
         self.starts = [_count(start) for start, _ in listed]
-        if not listed or self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts)):
+        if not listed or self.starts[0] != 0 or any(start >= following for start, following in pairwise(self.starts)):
             raise ValueError(f"Schedule: the points must start at 0 and ascend, not {self.starts}")
         self.weights = [integer_weights({name: w for name, w in weights.items() if w != 0}) for _, weights in listed]
         self.unit = unit
@@ -119,7 +119,7 @@ class TargetCounts:
             for weights, total in zip(points, totals, strict=True)
         ]
         linear = schedule.shape == "linear"
-        lengths = [b - a for a, b in pairwise(starts)]
+        lengths = [end - start for start, end in pairwise(starts)]
         scale = 2 * lcm(*lengths) if linear and lengths else 1
         self.unit = denominator * scale
         self.sources = len(names)
@@ -131,9 +131,10 @@ class TargetCounts:
             length = lengths[i] if i < len(lengths) else 0
             grows = linear and length
             following = shares[i + 1] if grows else shares[i]
-            growth = [b - a for a, b in zip(shares[i], following, strict=True)]
-            with_share = [source for source, ends in enumerate(zip(shares[i], following, strict=True)) if any(ends)]
-            rates, growth = [share * scale for share in shares[i]], [scale * g for g in growth] if any(growth) else []
+            growth = [end - begin for begin, end in zip(shares[i], following, strict=True)]
+            with_share = [source for source, pair in enumerate(zip(shares[i], following, strict=True)) if any(pair)]
+            rates = [share * scale for share in shares[i]]
+            growth = [change * scale for change in growth] if any(growth) else []
             piece = _Piece(start, rates, growth, length, targets, with_share)
             self._pieces.append(piece)
             if length:

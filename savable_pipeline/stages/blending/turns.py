@@ -124,8 +124,7 @@ class LaneDraws:
 
         `counts` are the same counts before the piece.
         """
-        cached = self._cached.get(piece)
-        if cached is None:
+        if (cached := self._cached.get(piece)) is None:
             cached = self._cached[piece] = {1: self._count_all(piece, counts[0])}
             if len(self._cached) > self._most_cached:
                 self._cached.popitem(last=False)
@@ -142,7 +141,7 @@ class LaneDraws:
         before, after = (self._targets.at(self._begin + step * drawn) for step in (piece, piece + 1))
         wanted = [end - start - count * unit for end, start, count in zip(after, self._start, counts, strict=True)]
         most = [drawn if end > begin else 0 for begin, end in zip(before, after, strict=True)]
-        return [a + b for a, b in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
+        return [count + added for count, added in zip(counts, nearest(wanted, unit, most, drawn), strict=True)]
 
     def _halve(self, cached: dict[int, list[int]], half: _Half, before: Counts, after: list[int], own: Counts) -> None:
         """Add the counts of both halves of a group after a piece to `cached`.
@@ -151,13 +150,13 @@ class LaneDraws:
         before the piece.
         """
         drawn = [source for source, count in enumerate(after) if count != before[source]]
-        first = list(own) if half.number % 2 == 0 else [a - b for a, b in zip(before, own, strict=True)]
+        first = list(own) if half.number % 2 == 0 else [both - one for both, one in zip(before, own, strict=True)]
         wanted = [half.first * after[source] - half.whole * first[source] for source in drawn]
         most = [after[source] - before[source] for source in drawn]
         for source, taken in zip(drawn, nearest(wanted, half.whole, most, half.first * self.stride), strict=True):
             first[source] += taken
         cached[half.number & ~1] = first
-        cached[half.number | 1] = [a - b for a, b in zip(after, first, strict=True)]
+        cached[half.number | 1] = [both - one for both, one in zip(after, first, strict=True)]
 
 
 class Turns:
@@ -186,12 +185,13 @@ class Turns:
     def _plan_pieces(self, n: int) -> None:
         """Plan `n` more pieces, and shuffle the turns of each."""
         begin, stride = self._piece + len(self._after), self._draws.stride
-        last, drawn = self._after[-1] if self._after else self._counts, []
+        before = self._after[-1] if self._after else self._counts
+        drawn = []  # draws of this lane from each source, by piece
         for piece in range(begin, begin + n):
-            after = self._draws.after(piece, self._halves, last)
-            drawn.append([a - b for a, b in zip(after[-1], last[-1], strict=True)])
+            after = self._draws.after(piece, self._halves, before)
+            drawn.append([end - start for end, start in zip(after[-1], before[-1], strict=True)])
             self._after.append(after)
-            last = after
+            before = after
         turns = np.repeat(np.tile(np.arange(self._draws.sources), n), np.array(drawn).ravel()).reshape(n, stride)
         order = np.argsort(words(self._key, begin * stride, n * stride).reshape(n, stride), axis=1, kind="stable")
         self._turns = np.concatenate([self._turns, np.take_along_axis(turns, order, axis=1).ravel()])
@@ -217,7 +217,7 @@ class Turns:
         piece = saved.taken // self._draws.stride
         sizes = [self._draws.lanes, *(half.lanes for half in self._halves)]
         sums = [lanes * piece * self._draws.stride for lanes in sizes]
-        _check(saved, [sum(counts) for counts in saved.counts] == sums, self._draws.sources)
+        _check_counts(saved, [sum(counts) for counts in saved.counts] == sums, self._draws.sources)
         self.taken, self._piece, self._counts = saved.taken, piece, saved.counts
         self._after, self._turns = [], np.empty(0, np.int64)
 
@@ -242,7 +242,7 @@ class TokenTurns:
     def _covered_targets(self) -> list[int]:
         """Return how much of its target each source has covered, including its lag at the start."""
         start, lags = self._targets.at(self._begin), [lag * self._unit for lag in self._lags]
-        return [a + count * self._token - lag for a, count, lag in zip(start, self.counts, lags, strict=True)]
+        return [target + count * self._token - lag for target, count, lag in zip(start, self.counts, lags, strict=True)]
 
     def next(self) -> int:
         """Return the number of the source that has the next turn.
@@ -270,12 +270,12 @@ class TokenTurns:
 
         Raises `CheckpointMismatchError` if it cannot belong to these turns.
         """
-        _check(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
+        _check_counts(saved, [sum(counts) for counts in saved.counts] == [saved.taken], len(self.counts))
         (self.counts,), self.taken, self._unit = saved.counts, saved.taken, saved.unit
         self._covered = self._covered_targets()
 
 
-def _check(saved: TurnsState, sums_match: bool, sources: int) -> None:
+def _check_counts(saved: TurnsState, sums_match: bool, sources: int) -> None:
     """Raise `CheckpointMismatchError` if sums or lengths of saved counts are wrong."""
     if not sums_match or any(len(counts) != sources for counts in saved.counts):
         raise CheckpointMismatchError("Blend: the counts of the state are damaged. Use another copy of the checkpoint.")

@@ -250,7 +250,7 @@ class OnlinePacker(PackStage):
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
-        """Return the item, or only the part of it that the ref of a cut item says."""
+        """Return the item, or only a part of it if `ref` is (ref of the item, start, stop)."""
         if not isinstance(ref[0], tuple):
             return Element(ref, item.value, measured=item.measured)
         return Element(ref, item.value if type(item.value) is Skip else self._calls.cut(item.value, *ref[1:]))

@@ -99,7 +99,7 @@ class Join(ChunkedStage, SampleStage):
         self.datasets = tuple(store.dataset for store in self._stores.values())
         # the refs that were taken last, as bytes, and their samples, which the next stage usually opens
         self._last_taken: tuple[bytes, list[Sample]] = (b"", [])
-        self._missed = 0  # number of consecutive samples that were dropped
+        self._unmatched = 0  # number of consecutive samples that were dropped
 
     def _open_store(self, name: str, store: Shards | Samples) -> Samples:
         """Open a store once for all lanes of a process. Raises `ShardError` if two samples have the same key."""
@@ -139,14 +139,14 @@ class Join(ChunkedStage, SampleStage):
         """Return whether all stores have the sample, otherwise count it. Raises `ShardError` for very many in a row."""
         lacking = _stores_without(sample)
         if not lacking:
-            self._missed = 0
+            self._unmatched = 0
             return True
         self.counts.update(skip_counters(f"no such key in {lacking[0]}", sample.index))
-        self._missed += 1
-        if self._missed >= self.info.max_empty:
+        self._unmatched += 1
+        if self._unmatched >= self.info.max_empty:
             raise ShardError(
-                f"Join: {lacking[0]!r} lacks {self._missed:,} samples in a row, the last one with key {sample.key!r}. "
-                "Name the column of keys by sp.open_dataset(path, key=COLUMN), or pass missing='empty'.",
+                f"Join: {lacking[0]!r} lacks {self._unmatched:,} samples in a row, the last one with key {sample.key!r}"
+                ". Name the column of keys by sp.open_dataset(path, key=COLUMN), or pass missing='empty'.",
                 reason="no such key",
             )
         return False
@@ -170,19 +170,20 @@ class Join(ChunkedStage, SampleStage):
     def _joined(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples with joined parts. If a key cannot be read, reading the parts raises the error."""
         keys, errors = [], {}  # `errors` by position of the sample
-        for number, sample in enumerate(samples):
+        for position, sample in enumerate(samples):
             try:
                 keys.append(sample.key)
             except SavableError as error:  # a damaged shard; `on_error` of the stage that reads parts decides
-                errors[number] = error
+                errors[position] = error
                 keys.append("")
-        others: list[JoinedSamples] = [{} for _ in samples]
+        matches: list[JoinedSamples] = [{} for _ in samples]
         for name, store in self._stores.items():
-            for number, other in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
-                others[number][name] = other
+            for position, match in enumerate(_samples_of(store, keys, request=not self.lane.skips)):
+                matches[position][name] = match
+        skips_missing = self.missing == "skip"
         return [
-            sample.read_from(JoinedParts(sample.origin, others[number], errors.get(number), self.missing == "skip"))
-            for number, sample in enumerate(samples)
+            sample.read_from(JoinedParts(sample.origin, matches[position], errors.get(position), skips_missing))
+            for position, sample in enumerate(samples)
         ]
 
     def prefetch(self, refs: RefArray) -> None:
@@ -198,7 +199,7 @@ class Join(ChunkedStage, SampleStage):
 
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`."""
-        self._last_taken, self._missed = (b"", []), 0
+        self._last_taken, self._unmatched = (b"", []), 0
         self.source.restore_state(state)
 
     def settings(self) -> dict[str, Any]:
@@ -224,17 +225,17 @@ def _stores_without(sample: Sample) -> list[str]:
 
 def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sample | None]:
     """Return for each key the sample of the store that has it, or None."""
-    numbers = store.keys.find(keys)
-    refs = np.zeros(int((numbers >= 0).sum()), REF)
-    refs["index"] = numbers[numbers >= 0]
+    indices = store.keys.find(keys)  # negative for a key that the store lacks
+    refs = np.zeros(int((indices >= 0).sum()), REF)
+    refs["index"] = indices[indices >= 0]
     opened = iter(store.dataset.open_samples(refs, request=request))
-    return [next(opened) if number >= 0 else None for number in numbers.tolist()]
+    return [next(opened) if index >= 0 else None for index in indices.tolist()]
 
 
 def _check_keys(name: str, store: Samples) -> Samples:
     """Return the store. Raises `ShardError` if two of its samples have the same key."""
     if store.keys.duplicate is not None:
-        first, second = store.dataset.open_samples(np.array([(number, 0) for number in store.keys.duplicate], REF))
+        first, second = store.dataset.open_samples(np.array([(index, 0) for index in store.keys.duplicate], REF))
         raise ShardError(
             f"Join: {name!r} has two samples with key {first.key!r}. Remove one."
             f"\n  {store.dataset.address}: {first.shard} and {second.shard}",

@@ -106,8 +106,8 @@ class GrowingSamples:
         The last block of an epoch may be smaller.
         """
         total = 0
-        for stretch, low, high in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
-            epochs = min(high, end) - max(low, begin)
+        for stretch, first, following in zip(self._stretches, self._begins, [*self._begins[1:], end], strict=True):
+            epochs = min(following, end) - max(first, begin)
             total += max(0, epochs) * -(-stretch.count // size)
         return total
 
@@ -146,8 +146,8 @@ class LaneShares:
         shares = replace(self, first_epoch=number * self.epochs_started)
         if not self.shuffle:
             return replace(shares, cut=self.block_size or (self.rows if self.aligned else 8))
-        whole = self.epochs is not None and (self.lane.pad or shares.has_batches)
-        return replace(shares, cut=self.rows if whole else 0)
+        in_batches = self.epochs is not None and (self.lane.pad or shares.has_batches)
+        return replace(shares, cut=self.rows if in_batches else 0)
 
     def of_pass(self, number: int) -> LaneShares:
         """Return the shares of the pass with this number.
@@ -183,12 +183,12 @@ class LaneShares:
         count = self.samples.of(epoch).count
         if self.epochs is None or epoch - self.first_epoch != self.epochs_started - 1:
             return count
-        last = int((Fraction(str(self.epochs)) - (self.epochs_started - 1)) * count)
-        if self.epochs_started == 1 and not last:
+        last_count = int((Fraction(str(self.epochs)) - (self.epochs_started - 1)) * count)
+        if self.epochs_started == 1 and not last_count:
             raise ValueError(
                 f"{self.reader}: epochs={self.epochs} of {count} samples is less than one sample. Raise epochs."
             )
-        return last
+        return last_count
 
     def span(self, lane: int, epoch: int) -> tuple[int, int]:
         """Return the positions (start, stop) of a lane's span of an epoch.
@@ -274,10 +274,9 @@ def lane_span(count: int, lane: int, lanes: int, epoch: int) -> tuple[int, int]:
 def batches_span(count: int, rows: int, turn: int, lanes: int) -> tuple[int, int]:
     """Return (start, stop) of the span of the lane at `turn` in a finite pass.
 
-    The epoch is shuffled.
-
-    The epoch's batches of `rows` samples are dealt to the lanes one by one, so that each of the first `count / rows`
-    slots has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3, 4-7, 8-9.
+    The batches of the shuffled epoch, of `rows` samples each, are dealt to the lanes one by one. Each of the first
+    `count / rows` slots thus has one; the very last batch may be shorter. 10 samples in batches of 2 over 3 lanes: 0-3,
+    4-7, 8-9.
     """
     batches = -(-count // rows)
     per_lane, rest = divmod(batches, lanes)  # the first `rest` lanes have one batch more

@@ -89,10 +89,10 @@ class EpochOrder:
         begin = int(self._window_ends[window - 1]) if window else 0
         blocks = (int(self._window_ends[window]) - begin) // self._block_size
         first, last = (start - begin) // self._block_size, (stop - begin - 1) // self._block_size
-        numbers = np.arange(first, last + 1)
-        whole = numbers < blocks
-        numbers[whole] = self._bijection(window, blocks)(numbers[whole])
-        positions = (numbers[:, None] * self._block_size + np.arange(self._block_size)).ravel()
+        block_numbers = np.arange(first, last + 1)
+        is_full = block_numbers < blocks  # the last block may be shorter
+        block_numbers[is_full] = self._bijection(window, blocks)(block_numbers[is_full])
+        positions = (block_numbers[:, None] * self._block_size + np.arange(self._block_size)).ravel()
         skipped = first * self._block_size
         return begin + positions[start - begin - skipped : stop - begin - skipped]
 

@@ -35,7 +35,7 @@ from savable_pipeline.stages.item_ref import ItemRef
 from savable_pipeline.stages.readers.lane_shares import GrowingSamples, LaneShares, check_epochs
 from savable_pipeline.stages.readers.read_order import BLOCK_SIZE, EpochOrders
 from savable_pipeline.stages.stage import SampleStage, Stage, State, parse_state
-from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_numbers, read_exclude_file
+from savable_pipeline.stages.stage_info import ExcludedSamples, StageInfo, excluded_indices, read_exclude_file
 from savable_pipeline.stages.stage_settings import MEDIA_RULES, SettingRule
 
 Names: TypeAlias = str | tuple[str, ...]
@@ -470,7 +470,7 @@ class RecordReader(_TakesLane):
             **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
             "shards": summary(self.dataset.entries),
             **self.dataset.known_media.settings(),
-            **({"exclude": excluded.digest} if excluded is not None and excluded.numbers else {}),
+            **({"exclude": excluded.digest} if excluded is not None and excluded.indices else {}),
         }
 
     def name_branch(self, name: str) -> None:
@@ -484,7 +484,7 @@ class RecordReader(_TakesLane):
         vars(self).pop("info", None)
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
-        self.dataset.names[self.tag] = name
+        self.dataset.source_names[self.tag] = name
         self._start_with(self.lane.facts.growth.get(name, ()))
 
     @property
@@ -507,7 +507,7 @@ class RecordReader(_TakesLane):
 
     def describe(self) -> StageInfo:
         """Return the facts that all later stages inherit."""
-        excluded = excluded_numbers(self.exclude_file, self._lane, self.tag)
+        excluded = excluded_indices(self.exclude_file, self._lane, self.tag)
         return StageInfo(
             self._lane,
             depth=0,

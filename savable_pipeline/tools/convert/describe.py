@@ -51,7 +51,7 @@ def write_energon_files(
     """
     index = TarIndex(index_path)
     counts = {entry.name: entry.samples for entry in index.shards}
-    layouts = [frozenset(layout.position) for layout in index.layouts]
+    layouts = [frozenset(layout.member_of) for layout in index.layouts]
     members = {split: [name for name in counts if name.startswith(f"{split}-")] for split in splits}
     parts = "".join(_split(split, names) for split, names in (members or {"train": list(counts)}).items())
     files = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from savable_pipeline.core.file_locks import LOCK_ADVICE, requiring_locks
 from savable_pipeline.data.shards.index import ShardTable
-from savable_pipeline.data.shards.tar import BLOCK, Extent, Member, padded
+from savable_pipeline.data.shards.tar import BLOCK, Member, SampleInTar, padded
 from savable_pipeline.data.shards.tar_format import ShardRows
 from savable_pipeline.errors import SavableError
 
@@ -85,7 +85,7 @@ class ShardFile:
         """
         assert parts and key != self.last_key, key
         self.last_key = key
-        extent = Extent(key)
+        extent = SampleInTar(key)
         for extension in sorted(parts):
             data = parts[extension]
             name = f"{key}.{extension}"

@@ -16,7 +16,7 @@ import numpy as np
 from savable_pipeline.core.global_rng import KINDS, as_in_a_worker
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT
 from savable_pipeline.data.remote.cache_files import PIECE
-from savable_pipeline.data.remote.cache_space import PREFETCH_SHARE
+from savable_pipeline.data.remote.cache_space import PREFETCH_FRACTION
 from savable_pipeline.data.shards.shard_list import Rows
 from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.loader.epoch_end import counted_end
@@ -254,7 +254,7 @@ def _source_bytes(builder: LaneBuilder, number: int, stages: LaneStages, ranks: 
     # samples of a lane that were requested and are not read yet
     ahead = dataset.prefetch_refs + sum(size for name, size in _buffered_refs(stages) if name == reader.info.branch)
     lane_samples = reader.population / lanes
-    least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_SHARE if remote else 0.0
+    least = node_lanes * min(ahead, lane_samples) * sample_bytes / PREFETCH_FRACTION if remote else 0.0
     return SourceBytes(
         name=reader.info.branch,
         address=dataset.address,
@@ -263,7 +263,7 @@ def _source_bytes(builder: LaneBuilder, number: int, stages: LaneStages, ranks: 
         bytes=round(reader.population * sample_bytes),
         node_bytes=node_lanes * lane_samples * sample_bytes,
         least_cache=least,
-        whole_cache=sum(entry.size for entry in dataset.entries) / PREFETCH_SHARE if remote else 0.0,
+        whole_cache=sum(entry.size for entry in dataset.entries) / PREFETCH_FRACTION if remote else 0.0,
         first_pass=_bytes_of_pieces(builder, number, lanes, ranks, nodes) if remote else 0.0,
     )
 

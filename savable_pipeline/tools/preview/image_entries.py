@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from savable_pipeline.core.named_object import imported
 from savable_pipeline.data.dataset.decoding import convert_image, has_alpha
-from savable_pipeline.data.shards.orientation import to_be_turned, turned, upright_size
+from savable_pipeline.data.shards.orientation import turned, upright_size, with_orientation
 from savable_pipeline.data.shards.part_types import IMAGE_FORMATS
 from savable_pipeline.stages.task_encoder import TaskEncoder
 from savable_pipeline.tools.preview.page import CardEntry, Thumbnail
@@ -70,7 +70,10 @@ def array_entry(name: str, value: Any, array: NDArray[Any], encoder: TaskEncoder
 
 
 def _clips_entry(name: str, note: str, clips: NDArray[Any], encoder: TaskEncoder | None) -> CardEntry:
-    """Return the entry of `clips`, (clips, frames, height, width, channels): frames spread over each of the first."""
+    """Return the entry of `clips`, (clips, frames, height, width, channels).
+
+    It shows frames at equal distances of each of the first clips.
+    """
     frames = np.linspace(0, clips.shape[1] - 1, min(_MOST_FRAMES, clips.shape[1])).round().astype(int).tolist()
     shown = [(clip, frame) for clip in range(min(_MOST_CLIPS, len(clips))) for frame in frames]
     entry = images_entry(name, note, [clips[each] for each in shown], clips.shape[0] * clips.shape[1], encoder)
@@ -242,6 +245,6 @@ def _decode_upright(image: Image.Image) -> Pixels:
     if image.mode.startswith(("I", "F")):  # more than 8 bits per channel, which a conversion would clip
         grey = stretched(np.asarray(image)).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
-    image, orientation = to_be_turned(image, exif=True)
+    image, orientation = with_orientation(image, exif=True)
     image.draft("RGB", (2 * _THUMBNAIL_SIDE, 2 * _THUMBNAIL_SIDE))  # a JPEG is decoded at a reduced size
     return np.asarray(convert_image(turned(image, orientation), "RGB", "white"))

@@ -351,7 +351,10 @@ def _pipeline(
 def _dataset(
     pipeline: EnergonPipeline, worker_config: Any, settings: DatasetSettings, length: int | None
 ) -> EnergonDataset:
-    """Build the dataset, with the seed of the worker configuration as default."""
+    """Build the dataset, with the seed of the worker configuration as default.
+
+    A `length` of 0 is no limit, as in Energon.
+    """
     seed = settings.get("seed")
     seed = worker_config.seed_offset if seed is None else seed
     return EnergonDataset(pipeline, worker_config, seed, settings.get("lanes"), length or None)

@@ -217,9 +217,9 @@ class Sources:
             loader = load_dataset(self.path, **files)
             loaded = loader.get_datasets(worker_config=config, decoder=self.decoder, **settings)
         leaves: dict[str, Leaf] = {}
-        of_joins = _nonmatch_settings(loader, settings["split_part"])
+        nonmatch_of_joins = _nonmatch_settings(loader, settings["split_part"])
         for each in loaded.datasets:
-            nonmatch = next(of_joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
+            nonmatch = next(nonmatch_of_joins) if isinstance(each.dataset, JoinedWebdatasetFactory) else []
             leaf = Leaf(each, loaded.blend_mode, self, nonmatch)
             leaves[_unique_name(leaf.name, leaves)] = leaf
         return leaves

@@ -35,12 +35,12 @@ def file(tmp_path: Path) -> Path:
 def test_a_line_is_a_key_or_json_with_shard_and_key(data: Dataset, file: Path) -> None:
     quarantined = {"shard": "0001.tar", "key": "s000007", "offset": 0, "ref": [0, 0, 7, 0], "reason": "x"}
     file.write_text(f's000001\r\n\n{json.dumps(quarantined)}\n{{"key": "s000009"}}')
-    assert ExcludeFile(file, data).numbers == {1, 7, 9}
+    assert ExcludeFile(file, data).indices == {1, 7, 9}
 
 
 def test_byte_order_mark_is_not_part_of_the_first_key(data: Dataset, file: Path) -> None:
     file.write_text("s000001\ns000002\n", encoding="utf-8-sig")
-    assert ExcludeFile(file, data).numbers == {1, 2}
+    assert ExcludeFile(file, data).indices == {1, 2}
 
 
 def test_line_that_names_no_sample_is_a_warning_with_its_number(
@@ -48,7 +48,7 @@ def test_line_that_names_no_sample_is_a_warning_with_its_number(
 ) -> None:
     lines = ["s000001", "gone", '{"shard": "0000.tar", "key": "s000007"}', '{"shard": "9.tar", "key": "s000001"}']
     file.write_text("\n".join([*lines, '{"shard": "0000.tar", "reason": "rest of a damaged or missing shard"}']))
-    assert ExcludeFile(file, data).numbers == {1}
+    assert ExcludeFile(file, data).indices == {1}
     assert "names 3 unknown samples: 0000.tar: s000007, 9.tar: s000001, gone" in caplog.text
     assert "1 lines name a shard without a key" in caplog.text
 
@@ -58,7 +58,7 @@ def test_all_samples_with_a_key_are_excluded_and_only_one_of_a_named_shard(tmp_p
         write_tar(tmp_path / "twins" / shard, [(f"{key}.txt", b"") for key in "xyz"])
     data = open_any(tmp_path / "twins")
     file.write_text('y\n{"shard": "b.tar", "key": "z"}')
-    assert ExcludeFile(file, data).numbers == {1, 4, 5}
+    assert ExcludeFile(file, data).indices == {1, 4, 5}
 
 
 def test_keys_of_tables_are_in_the_readers_key_column(tmp_path: Path, file: Path) -> None:
@@ -163,7 +163,7 @@ def test_twenty_thousand_unknown_keys_are_counted_once_each_in_little_memory(
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(found.numbers) == 1
+    assert len(found.indices) == 1
     assert "names 20000 unknown samples: unknown-000000000, unknown-000000001, " in caplog.text
     assert "unknown-000000004 and 19995 more" in caplog.text
     assert peak < 4 * file.stat().st_size
@@ -176,7 +176,7 @@ def test_keys_with_equal_hashes_are_distinguished(
     data = make(tmp_path)
     monkeypatch.setattr(key_lookup, "xxh3_64_intdigest", len)
     file.write_text("nothing\ns000003\ns00000x")
-    assert [key for number, key in enumerate(data.all_keys()) if number in ExcludeFile(file, data).numbers] == [
+    assert [key for number, key in enumerate(data.all_keys()) if number in ExcludeFile(file, data).indices] == [
         "s000003"
     ]
 

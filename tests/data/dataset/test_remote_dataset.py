@@ -177,7 +177,7 @@ def all_refs(dataset: Dataset) -> RefArray:
 def filled(server: ToyServer, monkeypatch: pytest.MonkeyPatch) -> Dataset:
     """A dataset that has found all of itself in the cache."""
     monkeypatch.setattr(cached_samples, "_CHECK_S", 0.0)
-    monkeypatch.setattr(cached_samples, "_CHECK_SHARE", 0)
+    monkeypatch.setattr(cached_samples, "_CHECK_MULTIPLE", 0)
     dataset = open_any(f"{server.url}/shards/")
     for sample in dataset.open_samples(all_refs(dataset)):
         _ = sample["json"]
@@ -192,7 +192,7 @@ def evict(dataset: Dataset, shard: int) -> None:
     fd = files_of(dataset)._cached.open(shard)
     rows = slice(*files_of(dataset)._cached.firsts[shard : shard + 2])
     while (files_of(dataset)._cached.present[rows] & 1).any():
-        files_of(dataset)._cached.evict(shard, fd, wanted=True)
+        files_of(dataset)._cached.evict(shard, fd, also_unused=True)
     os.close(fd)
 
 

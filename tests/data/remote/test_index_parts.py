@@ -64,7 +64,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def served_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
     """A server of this folder, of which every index is fetched by the part."""
     monkeypatch.setattr(shard_cache, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(lookup, "_FIRST", 100)
+    monkeypatch.setattr(lookup, "_FIRST_BYTES", 100)
     monkeypatch.setattr(lookup, "PIECE", 1000)
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**7))  # few refs are announced ahead

@@ -131,9 +131,9 @@ def pace_of(bytes_per_s: float, seconds: float = 10.0, step_s: float = 0.1) -> P
 )
 def test_two_seconds_of_bytes_are_requested_at_once(bytes_per_s: float, at_once: float, request_bytes: float) -> None:
     pace = pace_of(bytes_per_s)
-    assert pace.at_once == pytest.approx(at_once, rel=0.02)
-    assert pace.request == pytest.approx(request_bytes, rel=0.02)
-    assert pace.chunk <= pace.request / 16
+    assert pace.bytes_at_once == pytest.approx(at_once, rel=0.02)
+    assert pace.request_bytes == pytest.approx(request_bytes, rel=0.02)
+    assert pace.chunk_bytes <= pace.request_bytes / 16
 
 
 def test_change_of_link_speed_is_detected_within_three_seconds() -> None:
@@ -144,7 +144,7 @@ def test_change_of_link_speed_is_detected_within_three_seconds() -> None:
             for _ in range(12):
                 clock.now += 0.25
                 came(int(speed * 0.25))
-            assert pace.at_once == pytest.approx(2 * speed, rel=0.15)
+            assert pace.bytes_at_once == pytest.approx(2 * speed, rel=0.15)
 
 
 def test_idle_time_does_not_count_for_link_speed() -> None:
@@ -155,10 +155,10 @@ def test_idle_time_does_not_count_for_link_speed() -> None:
         with pace.measure_request() as came:
             clock.now += 0.125  # shorter than what is measured over
             came(1 << 19)
-    assert pace.at_once == pytest.approx(8 << 20, rel=0.01)
+    assert pace.bytes_at_once == pytest.approx(8 << 20, rel=0.01)
 
 
-AT_ONCE = Pace().at_once
+AT_ONCE = Pace().bytes_at_once
 
 
 def request(number: int, urgency: Urgency = Urgency.LATER, size: int = 10 * AT_ONCE) -> QueuedRequest:

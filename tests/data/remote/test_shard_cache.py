@@ -53,9 +53,9 @@ def bring(cached: ShardCache, shards: Path, row: int, stop: int) -> None:
     os.close(fd)
 
 
-def evict(cached: ShardCache, shard: int, *, wanted: bool) -> None:
+def evict(cached: ShardCache, shard: int, *, also_unused: bool) -> None:
     fd = cached.open(shard)
-    cached.evict(shard, fd, wanted=wanted)
+    cached.evict(shard, fd, also_unused=also_unused)
     os.close(fd)
 
 
@@ -99,7 +99,7 @@ def test_cached_row_has_its_bytes_after_any_history(
                 cached.used[rows.start : rows.stop] = USED
                 expected.update({row: True for row in rows if row in expected})
         else:
-            evict(cached, number, wanted=what == "evict all")
+            evict(cached, number, also_unused=what == "evict all")
             gone = [row for row, used in expected.items() if cached.shard_of(row) == number]
             for row in gone:
                 if what == "evict all" or expected[row]:
@@ -107,7 +107,7 @@ def test_cached_row_has_its_bytes_after_any_history(
         assert here(cached) == sorted(expected)
         assert all(is_valid(cached, shards, row) for row in expected)
     for shard in range(3):
-        evict(cached, shard, wanted=True)
+        evict(cached, shard, also_unused=True)
     assert bytes_in_use(cached.folder.parent.parent) == 0
 
 
@@ -174,7 +174,7 @@ def test_a_row_that_is_being_written_stays(shards: Path, tmp_path: Path) -> None
     bring(cached, shards, 7, 16)
     fd = cached.open(2)
     with range_lock(fd, *cached.extent(9, 10)):
-        evict(cached, 2, wanted=True)
+        evict(cached, 2, also_unused=True)
     assert 9 in here(cached)
     assert is_valid(cached, shards, 9)
     os.close(fd)
@@ -186,10 +186,10 @@ def test_remains_of_a_killed_download_are_evicted_with_its_shard(shards: Path, t
     fd = cached.open(2)
     os.pwrite(fd, bytes(20_000), cached.extent(10, 11)[0])  # and was killed before the rows were marked
     with range_lock(fd, *cached.extent(14, 15)):
-        evict(cached, 2, wanted=True)
+        evict(cached, 2, also_unused=True)
     assert here(cached) == []
     assert bytes_in_use(tmp_path)
-    evict(cached, 2, wanted=True)
+    evict(cached, 2, also_unused=True)
     assert not bytes_in_use(tmp_path)
     os.close(fd)
 
@@ -203,7 +203,7 @@ def test_eviction_invalidates_rows_before_dropping_bytes(
     monkeypatch.setattr(
         shard_cache, "punch_hole", lambda fd, start, stop: seen.append((is_valid(cached, shards, 8), len(here(cached))))
     )
-    evict(cached, 2, wanted=True)
+    evict(cached, 2, also_unused=True)
     assert seen == [(True, 0)]
 
 

@@ -65,7 +65,7 @@ ALL = ["a/0.tar", "a/1.tar", "b/2.tar"]
 def test_valid_mark_avoids_listing_and_stat(
     root: Path, listed: list[Any], monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
-    monkeypatch.setattr(indexing, "_FilesNow", None)
+    monkeypatch.setattr(indexing, "_CurrentFiles", None)
     assert texts(root, on_error=on_error) == ALL
     assert not listed
 

@@ -57,7 +57,7 @@ def contents(root: Path, index: TarIndex) -> dict[str, list[dict[str, bytes]]]:
         found[name] = []
         for row in index.rows_of(number):
             layout = index.layout(row)
-            places = {e: index.extent(row, member, layout) for e, member in layout.position.items()}
+            places = {e: index.extent(row, member, layout) for e, member in layout.member_of.items()}
             found[name].append({e: raw[offset : offset + size] for e, (offset, size) in places.items()})
     return found
 

@@ -64,7 +64,7 @@ STORES = {"a.parquet": "parquet", "a.arrow": "arrow", "a.jsonl": "jsonl", "a.bin
 @pytest.fixture(autouse=True)
 def look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
-    monkeypatch.setattr(shard_files, "_CHECK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_CHECK_MULTIPLE", 0)
 
 
 def overwrite(path: Path) -> None:

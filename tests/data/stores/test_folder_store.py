@@ -69,7 +69,7 @@ def test_samples_equal_those_of_os_walk(tmp_path_factory: pytest.TempPathFactory
 
 def test_samples_and_classes_equal_converted_ones(tmp_path: Path) -> None:
     images = write_captioned_images(tmp_path / "in/images", 8)
-    source = write(images.parent, "cat/0.txt", "cat/1.txt", "dog/0.txt", ".hidden", "no_extension", "README.md")
+    source = write(images.parent, "cat/0.txt", "cat/1.json", "dog/0.txt", ".hidden", "no_extension", "README.md")
     (source / "cat/empty.jpg").touch()
     for each in ({}, {"classes": True}, {"key_end": "last"}):
         sp.convert(source, tmp_path / str(each), **each)  # type: ignore[arg-type]

@@ -199,7 +199,7 @@ def test_block_evicted_during_a_read_is_downloaded_again(server: ToyServer, monk
         if not evicted and fd == blocks.get(0):
             evicted.append(fd)
             with blocks.path(0).open("r+b") as shard:
-                blocks._cached.evict(0, shard.fileno(), wanted=True)
+                blocks._cached.evict(0, shard.fileno(), also_unused=True)
             assert not any(pread(fd, size, offset))  # what is read now is a hole
         return pread(fd, size, offset)
 

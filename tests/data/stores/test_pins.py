@@ -51,7 +51,7 @@ def test_batch_read_from_an_overwritten_shard_is_never_yielded(
     make_shards: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
-    monkeypatch.setattr(shard_files, "_CHECK_SHARE", 0)  # workers are forked
+    monkeypatch.setattr(shard_files, "_CHECK_MULTIPLE", 0)  # workers are forked
     root = make_shards([400])
     with sp.SavableLoader(
         Pipeline(root), seed=0, lanes=2, num_workers=workers, workers=sp.Workers(start_method="fork")
@@ -127,7 +127,7 @@ def test_only_unexplained_inode_changes_are_examined(
     make_shards: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
-    monkeypatch.setattr(shard_files, "_CHECK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_CHECK_MULTIPLE", 0)
     shard = make_shards([9, 9]) / "0000.tar"
     files = open_any(shard.parent).store.files  # type: ignore[attr-defined]
     files[0]

@@ -173,7 +173,7 @@ def loader_of(folder: Any) -> sp.SavableLoader:
 
 def test_long_file_overwritten_during_a_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
-    monkeypatch.setattr(shard_files, "_CHECK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_CHECK_MULTIPLE", 0)
     with loader_of(write(tmp_path, rows=ROWS[:3])) as loader:
         next(loader)
         time.sleep(0.02)  # a tick of the clock that stamps files

@@ -11,7 +11,7 @@ import pytest
 import savable_pipeline as sp
 from savable_pipeline.data.dataset.opening import open_any
 from savable_pipeline.data.stores import tar_store
-from savable_pipeline.data.stores.tar_store import in_memory
+from savable_pipeline.data.stores.tar_store import are_in_memory
 from tests.conftest import write_tar
 
 
@@ -34,7 +34,7 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for shard, count in enumerate([3, 2]):
         write_tar(tmp_path / f"{shard}.tar", [(f"k{i}.txt", b"x" * 500) for i in range(count)])
     monkeypatch.setattr(tar_store, "SMALL", 100)
-    monkeypatch.setattr(tar_store, "in_memory", lambda files, runs: False)
+    monkeypatch.setattr(tar_store, "are_in_memory", lambda files, runs: False)
     return tmp_path
 
 
@@ -81,8 +81,8 @@ def test_samples_in_memory_are_not_announced(shards: Path, told: list[tuple[str,
     runs = [(0, 0, 1024), (1, 1024, 2048)]
     dataset.read(0, 0, "txt")
     dataset.read(1, 3, "txt")
-    assert in_memory(dataset.store.files, runs) == hasattr(os, "RWF_NOWAIT")
-    assert not in_memory(dataset.store.files, [*runs, (1, 0, 1 << 30)])  # beyond the end there is nothing
+    assert are_in_memory(dataset.store.files, runs) == hasattr(os, "RWF_NOWAIT")
+    assert not are_in_memory(dataset.store.files, [*runs, (1, 0, 1 << 30)])  # beyond the end there is nothing
 
 
 def test_announced_blocks_on_disk_are_merged(tmp_path: Path) -> None:
@@ -91,11 +91,13 @@ def test_announced_blocks_on_disk_are_merged(tmp_path: Path) -> None:
     descriptor = dataset.store.files[0]
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    if in_memory(dataset.store.files, [(0, 0, 16 << 20)]):
+    if are_in_memory(dataset.store.files, [(0, 0, 16 << 20)]):
         pytest.skip("this file system keeps files in memory")
     os.pread(descriptor, 4096, 0)
-    assert in_memory(dataset.store.files, [(0, 0, 4096)])
-    assert not in_memory(dataset.store.files, [(0, 0, 4096), (0, 4096, 8 << 20)])  # a look may bring what it looks at
+    assert are_in_memory(dataset.store.files, [(0, 0, 4096)])
+    assert not are_in_memory(
+        dataset.store.files, [(0, 0, 4096), (0, 4096, 8 << 20)]
+    )  # a look may bring what it looks at
 
 
 def test_long_samples_are_not_announced(

@@ -275,7 +275,7 @@ def test_file_overwritten_during_a_run_is_an_error(
     tmp_path: Path, name: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "_CHECK_S", 0.0)
-    monkeypatch.setattr(shard_files, "_CHECK_SHARE", 0)
+    monkeypatch.setattr(shard_files, "_CHECK_MULTIPLE", 0)
     source = write_captioned_mds(tmp_path / "in", packed="zstd")
 
     def pipeline(lane: sp.Lane) -> custom.Stage:

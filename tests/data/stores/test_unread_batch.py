@@ -77,8 +77,8 @@ def read(path: Path, *, mapped: bool, columns: tuple[str, ...] | None = None) ->
 
 def by_value(patch: pytest.MonkeyPatch, small: int = 0, whole: int = 0) -> None:
     """From now on batches of more than `small` bytes, and buffers of more than `whole`, are read by value."""
-    patch.setattr(arrow_store, "_SMALL", small)
-    patch.setattr(arrow_store, "_WHOLE", whole)
+    patch.setattr(arrow_store, "_SMALL_BYTES", small)
+    patch.setattr(arrow_store, "_WHOLE_BYTES", whole)
 
 
 @pytest.mark.parametrize(

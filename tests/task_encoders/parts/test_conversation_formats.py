@@ -13,13 +13,13 @@ from tests.support.toy_samples import plain_png, sample
 
 
 def parse(record: Any, **images: bytes) -> list[Message]:
-    """The messages of a record; parts are named `a_png` for a.png."""
+    """Return the messages of a record. Its parts are named `a_png` for a.png."""
     parts = {n.replace("_", "."): image for n, image in images.items()}
     return parse_conversation(record, SampleMedia(SampleImages(sample(parts))))
 
 
-def shown(messages: list[Message]) -> list[tuple[str, list[Any]]]:
-    """Roles and parts, an image as its width."""
+def roles_and_parts(messages: list[Message]) -> list[tuple[str, list[Any]]]:
+    """Return roles and parts, with an image as its width."""
     return [(each.role, [part if isinstance(part, str) else part.width for part in each.parts]) for each in messages]
 
 
@@ -33,7 +33,7 @@ def test_llava_placeholders_get_the_images_in_order_at_any_position() -> None:
             {"from": "gpt", "value": "Two."},
         ],
     }
-    assert shown(parse(record, a2_png=plain_png(2, 1), a10_png=plain_png(10, 1))) == [
+    assert roles_and_parts(parse(record, a2_png=plain_png(2, 1), a10_png=plain_png(10, 1))) == [
         ("system", ["Look."]),
         ("user", [2, "\nand ", 10, "?"]),
         ("assistant", ["Two."]),
@@ -52,7 +52,7 @@ def test_openai_content_is_text_or_parts_with_images_in_order_by_name_or_inline(
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
     record = [{"role": "user", "content": content}, call, {"role": "tool", "tool_call_id": "1", "content": "7"}]
     messages = parse(record, a_png=plain_png(2, 1), b_png=plain_png(3, 1), c_png=plain_png(4, 1))
-    assert shown(messages) == [("user", [2, "and", 4, 9, 3]), ("assistant", []), ("tool", ["7"])]
+    assert roles_and_parts(messages) == [("user", [2, "and", 4, 9, 3]), ("assistant", []), ("tool", ["7"])]
     assert [each.more for each in messages] == [{}, {"tool_calls": [CALL]}, {"tool_call_id": "1"}]
 
 

@@ -11,15 +11,15 @@ from task_encoders.parts.log_mel import HOP, RATE, log_mel
 
 
 def noise(count: int) -> NDArray[np.float32]:
-    """A tone that rises through noise, loud to silent."""
+    """Return a rising tone in noise, first loud and then silent."""
     time = np.arange(count) / RATE
     rng = np.random.default_rng(0)
     made = np.sin(2 * np.pi * (200 + 500 * time) * time) * np.exp(-2 * time) + 0.01 * rng.standard_normal(count)
     return (made / 2).astype(np.float32)
 
 
-def as_extracted(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
-    """What transformers makes of 30 s, float32 (bins, 3000); of torch's transform in float32."""
+def whisper_features(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
+    """Return transformers' features of 30 s, float32 (bins, 3000), by torch's transform in float32."""
     from transformers import WhisperFeatureExtractor  # takes a second
 
     made = WhisperFeatureExtractor(feature_size=bins)(samples, sampling_rate=RATE, return_tensors="np")
@@ -31,7 +31,7 @@ def as_extracted(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]
 def test_thirty_seconds_equal_whispers_feature_extractor(bins: int, count: int) -> None:
     made = log_mel(noise(count), bins=bins, frames=3_000)
     assert (made.shape, made.dtype) == ((bins, 3_000), np.float32)
-    np.testing.assert_allclose(made, as_extracted(noise(count), bins), atol=2e-4)
+    np.testing.assert_allclose(made, whisper_features(noise(count), bins), atol=2e-4)
 
 
 @pytest.mark.parametrize("bins", [80, 128])

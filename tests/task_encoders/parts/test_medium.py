@@ -8,14 +8,14 @@ import torch
 from task_encoders.parts.medium import Grid, MRope, pad_positions
 
 
-def shown(positions: torch.Tensor) -> list[str]:
-    """Time, height and width of all tokens, a line each."""
+def position_lines(positions: torch.Tensor) -> list[str]:
+    """Return the time, height and width of all tokens, one line each."""
     return [" ".join(map(str, axis)) for axis in positions.T.tolist()]
 
 
 def test_text_after_media_starts_after_their_greatest_position() -> None:
     made = MRope(tokens_per_second=2).positions([1, Grid(1, 2, 3), 1, Grid(2, 2, 1, interval_s=1.5), 2])
-    assert shown(made) == [
+    assert position_lines(made) == [
         "0 1 1 1 1 1 1 4 5 5 8 8 9 10",
         "0 1 1 1 2 2 2 4 5 6 5 6 9 10",
         "0 1 2 3 1 2 3 4 5 5 5 5 9 10",

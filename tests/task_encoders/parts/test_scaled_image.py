@@ -25,7 +25,7 @@ SIZES = [(16, 16), (37, 23), (41, 160), (67, 66), (129, 200), (201, 141), (300, 
 
 
 def jpeg(width: int, height: int) -> bytes:
-    """A smooth image."""
+    """Return a smooth image as a JPEG."""
     draw, file = np.random.default_rng(0), io.BytesIO()
     coarse = draw.integers(0, 256, (height // 30 + 2, width // 30 + 2, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -72,7 +72,7 @@ def test_box_of_the_full_image_maps_to_its_pixels_also_for_odd_sides() -> None:
 
 
 class Halves(ImageTiles):
-    """Tiles of one's own, which know nothing of images decoded smaller."""
+    """A user's tiles that do not support images decoded smaller."""
 
     def tiles(self, image: Image.Image) -> list[Image.Image]:
         left, right = image.crop((0, 0, 28, 28)), image.crop((28, 0, 56, 28))
@@ -87,7 +87,7 @@ def test_users_tiles_get_the_full_image() -> None:
 
 @dataclass(frozen=True)
 class Gray(NativeSize):
-    """Tiles of one's own beside those of `NativeSize`, by methods of Pillow."""
+    """A user's tiles that add Pillow's methods to those of `NativeSize`."""
 
     def tiles(self, image: Image.Image | ScaledImage) -> list[Image.Image]:
         assert isinstance(image, Image.Image)

@@ -24,19 +24,19 @@ DRAW = np.random.default_rng(0)
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Every pixel by chance."""
+    """Return an image of random pixels."""
     return Image.fromarray(DRAW.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def jpeg(width: int, height: int) -> bytes:
-    """A photograph of sorts."""
+    """Return a JPEG like a photograph."""
     file = io.BytesIO()
     noise(width // 20 + 2, height // 20 + 2).resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG")
     return file.getvalue()
 
 
-def image(crop: SquareCrop, seed: int = 0, **parts: bytes) -> torch.Tensor:
-    """The crop that this key draws."""
+def drawn_crop(crop: SquareCrop, seed: int = 0, **parts: bytes) -> torch.Tensor:
+    """Return the crop that is drawn with this key."""
     found = crop.image(sample(parts), sp.Rng(seed))
     assert found is not None and found.is_contiguous()
     return found
@@ -52,7 +52,7 @@ def test_central_crop_equals_torchvisions_pixels(full: tuple[int, int], size: in
 
     drawn = noise(*full)
     expected = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])(drawn)
-    assert torch.equal(image(SquareCrop(size, augment=False, decode=decode), png=png(drawn)), expected)
+    assert torch.equal(drawn_crop(SquareCrop(size, augment=False, decode=decode), png=png(drawn)), expected)
 
 
 @pytest.mark.parametrize("decode", DECODES)
@@ -68,7 +68,7 @@ def test_random_crop_equals_torchvisions_pixels_in_its_box(full: tuple[int, int]
         mirrored.append(rng.random() < 0.5)
         cut = functional.resized_crop(drawn, upper, left, lower - upper, right - left, [17, 17])
         expected = functional.pil_to_tensor(functional.horizontal_flip(cut) if mirrored[-1] else cut)
-        assert torch.equal(image(SquareCrop(17, scale=(0.08, 1.0), decode=decode), seed, png=png(drawn)), expected)
+        assert torch.equal(drawn_crop(SquareCrop(17, scale=(0.08, 1.0), decode=decode), seed, png=png(drawn)), expected)
     assert {*mirrored} == {True, False}
 
 
@@ -112,7 +112,7 @@ def test_jpeg_is_decoded_smaller_only_if_the_crop_has_fewer_pixels(
     full: tuple[int, int], augment: bool, scaled: bool
 ) -> None:
     file = jpeg(*full)
-    smaller, exact = (image(SquareCrop(augment=augment, decode=decode), 3, jpg=file) for decode in DECODES)
+    smaller, exact = (drawn_crop(SquareCrop(augment=augment, decode=decode), 3, jpg=file) for decode in DECODES)
     assert torch.equal(smaller, exact) != scaled
     assert (smaller.float() - exact.float()).abs().mean() < 2
 
@@ -120,10 +120,10 @@ def test_jpeg_is_decoded_smaller_only_if_the_crop_has_fewer_pixels(
 def test_numbers_are_drawn_from_the_rng_of_the_call_alone() -> None:
     crop, file = SquareCrop(16), png(noise(60, 40))
     before = torch.get_rng_state()
-    crops = [image(crop, seed, png=file) for seed in range(4)]
+    crops = [drawn_crop(crop, seed, png=file) for seed in range(4)]
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(5)
-    assert all(torch.equal(image(crop, seed, png=file), old) for seed, old in enumerate(crops))
+    assert all(torch.equal(drawn_crop(crop, seed, png=file), old) for seed, old in enumerate(crops))
     assert len({found.numpy().tobytes() for found in crops}) == 4
 
 

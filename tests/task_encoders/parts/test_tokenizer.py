@@ -29,8 +29,8 @@ from tests.support.toy_tokenizers import tokenizer
 SENTENCES = ["a cat sat on the mat", "the dog sat on the cat", "the mat is on the dog"]
 
 
-def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
-    """A byte-pair tokenizer of the sentences."""
+def sentence_tokenizer(vocab_size: int = 30) -> tokenizers.Tokenizer:
+    """Return a byte-pair tokenizer trained on the sentences."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = ["[UNK]", "[EOS]"]
@@ -39,13 +39,13 @@ def trained(vocab_size: int = 30) -> tokenizers.Tokenizer:
     return made
 
 
-def framed(text: str) -> list[int]:
-    """Add its own special ids, to nothing too, as many tokenizers do."""
+def with_special_tokens(text: str) -> list[int]:
+    """Tokenize a text between special tokens, which even an empty text gets, as many tokenizers do."""
     return [8, *word_lengths(text), 9]
 
 
 class Fast:
-    """A tokenizer as transformers has them: `encode` gives a list, and what can be printed lies inside."""
+    """Tokenizer like those of transformers: `encode` returns a list, and the printable object is an attribute."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.backend_tokenizer = backend
@@ -57,7 +57,7 @@ class Fast:
 
 
 class Numbers:
-    """An object with `encode` that gives a list, as those of tiktoken and SentencePiece do."""
+    """Object whose `encode` returns a list, like those of tiktoken and SentencePiece."""
 
     def encode(self, text: str) -> list[int]:
         """The numbers in a text."""
@@ -81,8 +81,8 @@ def test_byte_tokens_decode_to_the_text(text: str) -> None:
         (Tokenizer(word_lengths, eos=0), "a bb", [1, 2, 0]),
         (Tokenizer(word_lengths, bos=8, eos=9), " ", []),
         (None, "", []),
-        (framed, "a bb", [8, 1, 2, 9]),
-        (framed, "", []),
+        (with_special_tokens, "a bb", [8, 1, 2, 9]),
+        (with_special_tokens, "", []),
     ],
 )
 def test_functions_and_objects_with_encode_are_tokenizers(tokenizer: Any, text: str, expected: list[int]) -> None:
@@ -91,7 +91,7 @@ def test_functions_and_objects_with_encode_are_tokenizers(tokenizer: Any, text: 
 
 
 def test_a_hugging_face_tokenizer_works_in_both_encoders() -> None:
-    tokenizer = trained()
+    tokenizer = sentence_tokenizer()
     text = "the cat is on the mat"
     expected = [*tokenizer.encode(text).ids, tokenizer.token_to_id("[EOS]")]
     assert len(expected) < len(text)
@@ -104,10 +104,10 @@ def test_a_hugging_face_tokenizer_works_in_both_encoders() -> None:
 
 
 def test_hugging_face_tokenizer_is_fingerprinted_by_its_vocabulary() -> None:
-    one, same, other = (as_tokenizer(trained(size)).settings()["tokenizer"] for size in (30, 30, 20))
+    one, same, other = (as_tokenizer(sentence_tokenizer(size)).settings()["tokenizer"] for size in (30, 30, 20))
     assert one == same != other
-    assert as_tokenizer(Fast(trained())).settings()["tokenizer"] == one
-    assert pickle.loads(pickle.dumps(as_tokenizer(trained()))).settings()["tokenizer"] == one
+    assert as_tokenizer(Fast(sentence_tokenizer())).settings()["tokenizer"] == one
+    assert pickle.loads(pickle.dumps(as_tokenizer(sentence_tokenizer()))).settings()["tokenizer"] == one
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_other_tokenizer_is_fingerprinted_by_a_name(tokenizer: Any, name: str) -
 
 
 def fast() -> Any:
-    """A tokenizer of transformers."""
+    """Return a tokenizer of transformers."""
     from transformers import PreTrainedTokenizerFast  # takes a second
 
     return PreTrainedTokenizerFast(
@@ -143,7 +143,7 @@ def test_a_tokenizer_of_transformers_is_the_same_before_and_after_use() -> None:
 
 
 def encoding(**changed: Any) -> tiktoken.Encoding:
-    """An encoding of tiktoken from ranks at hand: bytes, and pairs of letters."""
+    """Return an encoding of tiktoken with ranks for bytes and pairs of letters."""
     letters = "abcdefgh"
     pairs = [(a + b).encode() for a in letters for b in letters]
     ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
@@ -169,7 +169,7 @@ def test_tiktoken_is_fingerprinted_by_ranks_pattern_and_special_tokens() -> None
 
 
 class Framing(Numbers):
-    """As those of transformers: adds its own beginning unless told not to."""
+    """Tokenizer like those of transformers, which adds its own BOS unless told not to."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The numbers in a text, 0 for what is none, after a 1."""
@@ -184,17 +184,19 @@ def test_piece_gets_no_special_tokens() -> None:
     assert Tokenizer(Framing(), eos=9)("4 5").tolist() == [1, 4, 5, 9]
     assert list(Tokenizer(Framing(), eos=9).piece("4 5")) == [4, 5]
     assert list(BYTES.piece("a")) == [97]
-    assert list(as_tokenizer(trained()).piece("")) == []
+    assert list(as_tokenizer(sentence_tokenizer()).piece("")) == []
 
 
 def test_special_tokens_are_known_if_the_tokenizer_lists_them() -> None:
-    assert as_tokenizer(trained()).special_texts() == {"[UNK]", "[EOS]"}
+    assert as_tokenizer(sentence_tokenizer()).special_texts() == {"[UNK]", "[EOS]"}
     assert as_tokenizer(fast()).special_texts() == {"<|endoftext|>", "<|im_end|>"}
     assert BYTES.special_texts() == set()
 
 
 def test_tokenizer_with_only_a_vocabulary_is_fingerprinted_by_it() -> None:
     class Other(Framing):
+        """Tokenizer that has only a vocabulary."""
+
         def get_vocab(self) -> dict[str, int]:
             return {"1": 1, "3": 3}
 
@@ -224,8 +226,8 @@ def test_invalid_tokenizer_is_rejected_with_a_fix(wrong: Any) -> None:
         as_tokenizer(wrong)
 
 
-def ended(**settings: Any) -> list[int]:
-    """The tokens of a document by the small tokenizer of Qwen's kind, which adds nothing by itself."""
+def tokens_with_eos(**settings: Any) -> list[int]:
+    """Return the tokens of a document by a small tokenizer like that of Qwen, which adds no EOS by itself."""
     item: Any = LanguageModelingEncoder(tokenizer("qwen"), **settings).encode(sample(txt="A cat."), Rng(7))
     return list(item["tokens"].tolist())
 
@@ -245,14 +247,14 @@ def test_tokenizer_that_adds_no_eos_needs_an_explicit_choice() -> None:
             with pytest.raises(ValueError, match=found if bare is not own.backend_tokenizer else "Pass eos= to"):
                 make(bare)
             assert make(bare, eos=False).tokenizer.after(plain) == []
-    assert ended(eos=False) == plain
-    assert ended(eos=True) == [*plain, own.convert_tokens_to_ids("<|im_end|>")]
+    assert tokens_with_eos(eos=False) == plain
+    assert tokens_with_eos(eos=True) == [*plain, own.convert_tokens_to_ids("<|im_end|>")]
     end = own.convert_tokens_to_ids("<|endoftext|>")
-    assert ended(eos="<|endoftext|>") == ended(eos=end) == [*plain, end]
+    assert tokens_with_eos(eos="<|endoftext|>") == tokens_with_eos(eos=end) == [*plain, end]
     with pytest.raises(ValueError, match="adds no token after"):
         LanguageModelingEncoder(encoding())
     with pytest.raises(ValueError, match=r"has no token for eos='no such'\. Pass one by its text"):
-        ended(eos="no such")
+        tokens_with_eos(eos="no such")
     with pytest.raises(ValueError, match=r"two ends: eos=True, and 3 of the Tokenizer"):
         LanguageModelingEncoder(Tokenizer(own, eos=3), eos=True)
     assert [LanguageModelingEncoder(own, eos=each).settings()["eos"] for each in (False, end)] == [None, end]
@@ -288,7 +290,7 @@ def test_eos_is_only_at_the_end_of_a_document_not_at_cuts() -> None:
 
 @pytest.mark.parametrize("change", ["enable_truncation", "enable_padding"])
 def test_tokenizer_that_truncates_or_pads_is_rejected(change: str) -> None:
-    own = trained()
+    own = sentence_tokenizer()
     getattr(own, change)(**({"max_length": 3} if change == "enable_truncation" else {"length": 9}))
     with pytest.raises(ValueError, match=r"truncates or pads.*Call its no_truncation\(\) and no_padding\(\) first"):
         Tokenizer(own)

@@ -31,7 +31,7 @@ NAMES = ["0.tar", "1.tar", "2.tar"]
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards of three captioned images, indexed, and with what Energon has."""
+    """Write three indexed shards of three captioned images, with the files of Energon."""
     root = tmp_path_factory.mktemp("pristine")
     for shard, name in enumerate(NAMES):
         members = []
@@ -47,7 +47,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dataset(pristine: Path, tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """Return a copy, to be damaged."""
     for path in pristine.rglob("*"):
         target = tmp_path / "data" / path.relative_to(pristine)
         if path.is_file():
@@ -69,7 +69,7 @@ def zeroed(first: int, last: int) -> Callable[[bytes], bytes]:
 
 
 def swapped(root: Path) -> None:
-    """Another shard of the same size."""
+    """Replace a shard by another of the same size."""
     size = (root / "1.tar").stat().st_size
     write_tar(root / "1.tar", [(f"q{i}.txt", b"x") for i in range(3)])
     (root / "1.tar").write_bytes((root / "1.tar").read_bytes().ljust(size, b"\0"))
@@ -131,8 +131,8 @@ def found(report: CheckReport) -> set[tuple[str, str]]:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards are checked in this process, which is quicker for three."""
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check shards in this process, which is faster for three."""
 
     def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
         return ((name, msgspec.msgpack.encode(task(root, name))) for name in names)
@@ -140,7 +140,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("savable_pipeline.tools.check.dataset_check.each_shard", each_shard)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("what", DAMAGES)
 def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: str) -> None:
     damage, expected = DAMAGES[what]
@@ -153,7 +153,7 @@ def test_check_finds_each_kind_of_damage_and_nothing_else(dataset: Path, what: s
         assert (report.shards, report.samples) == (3, 9)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_this_process")
 def test_half_of_a_surrogate_pair_in_json_is_a_problem(tmp_path: Path) -> None:
     """A tokenizer raises an error for it. A pair, and letters whose bytes start alike, are text."""
     lines = [

@@ -36,7 +36,7 @@ def zeroed(data: bytes) -> bytes:
 
 
 def without_begin(data: bytes) -> bytes:
-    """A transport stream, which has packets of 188 bytes."""
+    """Drop the first packets of a transport stream. A packet has 188 bytes."""
     return data[len(data) // 188 // 5 * 188 :]
 
 
@@ -69,8 +69,8 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def checked(root: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> CheckReport:
-    """What a check in this process finds."""
+def check_here(root: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> CheckReport:
+    """Return what a check in this process finds."""
 
     def each_shard(task: Any, root: Path, names: list[str], processes: int) -> Any:
         return ((name, msgspec.msgpack.encode(task(root, name))) for name in names)
@@ -91,7 +91,7 @@ def run(*arguments: object) -> Result:
 def test_broken_audio_and_video_are_problems_and_long_videos_with_one_keyframe_a_warning(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = checked(dataset, monkeypatch)
+    report = check_here(dataset, monkeypatch)
     assert found(report) == {name: reason for name, (_, reason) in WRONG.items()}
     assert any(re.search(r"^1 video has one keyframe only", warning) for warning in report.warnings)
 
@@ -100,7 +100,7 @@ def test_broken_audio_and_video_are_problems_and_long_videos_with_one_keyframe_a
 def test_episodes_with_missing_video_frames_are_counted(
     lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = checked(write_lerobot(tmp_path, lacking=lacking), monkeypatch)
+    report = check_here(write_lerobot(tmp_path, lacking=lacking), monkeypatch)
     expected = {f"2.{TOP}": "missing frames", f"3.{TOP}": "missing frames"} if lacking else {}
     assert found(report) == expected  # the last episode of each file
     details = [problem.detail for problem in report.problems]
@@ -109,8 +109,8 @@ def test_episodes_with_missing_video_frames_are_counted(
 
 
 def test_fraction_of_media_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(checked(dataset, monkeypatch, decode=0.0)) == {}
-    some, more = (found(checked(dataset, monkeypatch, decode=share)) for share in (0.3, 0.8))
+    assert found(check_here(dataset, monkeypatch, decode=0.0)) == {}
+    some, more = (found(check_here(dataset, monkeypatch, decode=share)) for share in (0.3, 0.8))
     assert some.keys() < more.keys() < WRONG.keys()
     with pytest.raises(ValueError, match="decode must be a share"):
         check_dataset(dataset, decode=1.5)
@@ -121,7 +121,7 @@ def test_without_pyav_everything_else_is_checked(dataset: Path, monkeypatch: pyt
     monkeypatch.setattr(
         builtins, "__import__", lambda name, *rest: exec("raise ImportError") if name == "av" else real(name, *rest)
     )
-    report = checked(dataset, monkeypatch)
+    report = check_here(dataset, monkeypatch)
     assert found(report) == {}
     assert any("12 audio and video parts were not decoded: pip install" in warning for warning in report.warnings)
     told = run("index", "--media", dataset)

@@ -21,7 +21,7 @@ _PATIENCE_S = 120
 
 @pytest.fixture(params=SHELLS)
 def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Shell:
-    """A shell at a terminal, in a folder with a folder of photos and a state, where completion is set up."""
+    """Start a shell with completion in a folder with a folder of photos and a state."""
     command, set_up = SHELLS[request.param]
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]} here")
@@ -46,7 +46,7 @@ def test_the_tab_key_completes_commands_options_and_paths(shell: Shell) -> None:
 
 
 class Shell:
-    """A shell in a process of its own, with a terminal between."""
+    """Shell in its own process, with a terminal."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.process, self._terminal = pty.fork()
@@ -59,12 +59,12 @@ class Shell:
         self.seen = ""
 
     def send(self, typed: str) -> None:
-        """Type on its keyboard."""
+        """Send keys."""
         self.seen = ""
         os.write(self._terminal, typed.encode())
 
     def read_until(self, text: str) -> None:
-        """Wait until it has shown this text since something was typed."""
+        """Wait until the shell has printed this text since the last keys."""
         end = time.monotonic() + _PATIENCE_S
         while text not in self.seen:
             assert time.monotonic() < end, f"{text!r} is not in {self.seen!r}"
@@ -72,6 +72,6 @@ class Shell:
                 self.seen += os.read(self._terminal, 1 << 16).decode(errors="replace")
 
     def end(self) -> None:
-        """Close its terminal, at which it ends."""
+        """Close the terminal, which ends the shell."""
         os.close(self._terminal)
         os.waitpid(self.process, 0)

@@ -20,8 +20,8 @@ SEEN = "k\\x1b[31m\\x07\\x9b2J\\u202e:train:[bold]"
 
 
 @pytest.fixture
-def evil(tmp_path: Path) -> Path:
-    """A shard, an image and a caption with such names and keys; neither part is what it should be."""
+def hostile_dataset(tmp_path: Path) -> Path:
+    """Write a shard, an image and a caption with such names and keys. Both parts are malformed."""
     folder = tmp_path / f"{EVIL}.d"
     write_tar(
         folder / f"{EVIL}.tar", [(f"{EVIL}.png", b"no image"), (f"{EVIL}.txt", b"\xff"), (f"{EVIL}.{EVIL}", b"x")]
@@ -32,8 +32,8 @@ def evil(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "as_json"), [("info", False), ("info", True), ("check", False), ("check", True), ("index", False)]
 )
-def test_no_escape_sequence_of_a_name_reaches_the_terminal(evil: Path, command: str, as_json: bool) -> None:
-    run = CliRunner().invoke(app, [command, str(evil), *(["--json"] if as_json else [])])
+def test_no_escape_sequence_of_a_name_reaches_the_terminal(hostile_dataset: Path, command: str, as_json: bool) -> None:
+    run = CliRunner().invoke(app, [command, str(hostile_dataset), *(["--json"] if as_json else [])])
     assert run.exit_code == (1 if command == "check" else 0), run.output
     for part in ("\x1b", "\x07", "\x9b", "\u202e", "\N{TRAIN}"):
         assert part not in run.output

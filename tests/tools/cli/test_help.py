@@ -17,7 +17,7 @@ COMMANDS = dict(commands_of(GROUP))
 
 
 def help_of(*words: str) -> str:
-    """At 80 columns."""
+    """Return the help of a command at 80 columns."""
     return CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
 
 

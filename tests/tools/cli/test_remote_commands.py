@@ -30,7 +30,7 @@ def run(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Seven captioned images in three shards, with Energon's metadata and a split that leaves one out."""
+    """Write seven captioned images in three shards, with Energon's metadata and a split that excludes one."""
     run_conversion(write_captioned_images(tmp_path / "in", 7), tmp_path / "data", SMALL)
     splits = {"split_parts": {"train": ["00000{0..1}.tar"], "val": ["000002.tar"]}, "exclude": ["000001.tar/003"]}
     (tmp_path / "data/.nv-meta/split.yaml").write_text(json.dumps(splits))
@@ -39,6 +39,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyServer]:
+    """Serve the dataset by HTTP."""
     monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SAVABLE_CACHE_BYTES", str(10**8))
     monkeypatch.setenv("SAVABLE_RETRY_S", "1")
@@ -46,7 +47,8 @@ def server(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield server
 
 
-def litter(cache: Path) -> list[str]:
+def temporary_folders(cache: Path) -> list[str]:
+    """Return the check's temporary folders that are left in the cache."""
     return [path.name for path in cache.rglob("*") if path.name.startswith("check-")]
 
 
@@ -71,7 +73,7 @@ def test_remote_check_equals_local_check(server: ToyServer, data: Path, tmp_path
     reasons = [problem["reason"] for problem in here["problems"]]
     assert reasons == ["wrong .tar.idx", "unreadable image", "missing shard"]
     assert server.sent() - before == 2 * 10_240  # nothing is kept of what is checked
-    assert litter(tmp_path / "cache") == []
+    assert temporary_folders(tmp_path / "cache") == []
 
 
 def test_shard_unavailable_on_a_server_is_a_problem_of_that_shard_only(server: ToyServer) -> None:

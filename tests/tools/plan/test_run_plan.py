@@ -21,7 +21,7 @@ from tests.support.toy_server import serving
 
 
 class Numbers(sp.TaskEncoder):
-    """A sample's number, and what it is of: one item of each sample."""
+    """Encoder to one item: the number of a sample, and its source."""
 
     global_rng = False
     one_to_one = True
@@ -31,7 +31,7 @@ class Numbers(sp.TaskEncoder):
 
 
 class AnyNumber(Numbers):
-    """May make any number of items of a sample."""
+    """Encoder that may return any number of items for a sample."""
 
     one_to_one = False
 
@@ -52,7 +52,7 @@ def _numbered(folder: Path, size: int, **reading: Any) -> Callable[[sp.Lane], cu
 
 
 def _epoch(settings: LoaderSettings, ranks: int) -> list[list[Any]]:
-    """The batches of an epoch that each rank is given; a rank's vote is all ranks', whose lanes are alike."""
+    """Return the batches of an epoch for each rank. One rank votes for all, because their lanes are alike."""
     given = []
     for rank in range(ranks):
         with Run(replace(settings, ranks=(rank, ranks)), agree=lambda vote: vote) as run:

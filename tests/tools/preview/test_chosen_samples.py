@@ -16,7 +16,7 @@ PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """700 samples in two shards; each seventh has a `seg.PNG` too, and each tenth is a cat."""
+    """Write 700 samples in two shards. Each seventh has a `seg.PNG` too, and each tenth is a cat."""
     root = tmp_path_factory.mktemp("data") / "shards"
     for shard in range(2):
         members = []
@@ -29,6 +29,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys_on(page: bytes) -> list[str]:
+    """Return the keys of the samples on a page."""
     return [title for title in Page(page).titles if title[:3] in ("cat", "dog")]
 
 

@@ -32,8 +32,8 @@ def page_of(folder: Path, *members: tuple[str, bytes]) -> Page:
     return page
 
 
-def played(page: Page) -> list[tuple[str, bytes]]:
-    """The types and bytes of the page's players, in order."""
+def players_on(page: Page) -> list[tuple[str, bytes]]:
+    """Return the types and bytes of the players of a page, in order."""
     sources = [attributes["src"] or "" for tag, attributes in page.elements if tag in ("audio", "video")]
     return [(source[5 : source.index(";")], base64.b64decode(source.partition(",")[2])) for source in sources]
 
@@ -44,7 +44,7 @@ def test_short_media_are_playable_with_frames_waveforms_and_facts(tmp_path: Path
     sound, voice = audio_bytes(1.5, channels=2), audio_bytes(1.0, rate=48000, container="webm")
     page = page_of(tmp_path, ("a.mp4", film), ("b.WEBM", upright), ("c.flac", sound), ("d.webm", voice))
     types = ["video/mp4", "video/webm", "audio/flac", "audio/webm"]
-    assert played(page) == [*zip(types, (film, upright, sound, voice), strict=True)]
+    assert players_on(page) == [*zip(types, (film, upright, sound, voice), strict=True)]
     frames = [np.asarray(image.convert("RGB")).transpose(2, 0, 1) for image in page.images]
     assert [frame_number(frame) for frame in frames[:9]] == [2, 6, 10, 14, 18, 22, 26, 30, 34]
     assert [f"{number / 6 + 1 / 6:.3g} s" in page.text for number in range(0, 18, 2)] == [True] * 9, "their times"
@@ -65,7 +65,7 @@ def test_large_or_unplayable_media_are_cut_to_their_start(tmp_path: Path, monkey
     sound = audio_bytes(15, container="wav")
     assert min(len(film), len(sound)) > 100_000
     page = page_of(tmp_path, ("a.mp4", film), ("b.avi", old), ("c.wav", sound))
-    found = played(page)
+    found = players_on(page)
     assert [kind for kind, _ in found] == ["video/mp4", "video/mp4", "audio/mp4"]
     assert all(0 < len(data) <= 100_000 for _, data in found)
     assert [seconds in page.text for seconds in ("first 2 s", "first 2 s", "first 10 s")] == [True] * 3
@@ -95,7 +95,7 @@ def test_without_pyav_browser_formats_are_playable_with_a_hint(tmp_path: Path, m
     film, sound, old = video_bytes(12), audio_bytes(1.0), video_bytes(12, container="matroska")
     monkeypatch.setitem(sys.modules, "av", None)
     page = page_of(tmp_path, ("a.mp4", film), ("b.flac", sound), ("c.mkv", old), ("d.txt", b"a text"))
-    assert played(page) == [("video/mp4", film), ("audio/flac", sound)]
+    assert players_on(page) == [("video/mp4", film), ("audio/flac", sound)]
     assert page.text.count("pip install av") == 3 and "a text" in page.text
     assert not page.images and "beginning with" not in page.text
 
@@ -104,7 +104,7 @@ def test_a_range_of_a_longer_file_is_played_alone(tmp_path: Path) -> None:
     page = Page(preview_dataset(write_lerobot(tmp_path / "robot")))
     page.check_harmless()
     data = sp.open_dataset(tmp_path / "robot")
-    found = [Video(io.BytesIO(clip), "clip") for _, clip in played(page)]
+    found = [Video(io.BytesIO(clip), "clip") for _, clip in players_on(page)]
     assert [round(video.duration_s * FPS) for video in found] == list(LENGTHS)
     shown = [frame_number(frame) for video in found for frame in video.frames([0.0, 0.5])]
     assert shown == [int(sample.array("observation.state")[at][0]) for sample in data for at in (0, FPS // 2)]
@@ -119,7 +119,7 @@ def test_range_part_named_like_an_audio_file_is_not_one(tmp_path: Path) -> None:
         ranges = {"said.wav": ("file", "from", "to")}
         return sp.Batcher(custom.JsonlReader(tmp_path, lane, ranges=ranges, epochs=1), size=1)
 
-    ((kind, clip),) = played(Page(preview_pipeline(pipeline, "p").html))
+    ((kind, clip),) = players_on(Page(preview_pipeline(pipeline, "p").html))
     assert kind == "audio/mp4"
     heard, said = Audio(io.BytesIO(clip), "clip"), Audio(io.BytesIO((tmp_path / "long.wav").read_bytes()), "long")
     assert np.abs(heard.samples(0.2, 0.8) - said.samples(1.7, 2.3)).max() < 0.1
@@ -136,7 +136,7 @@ def test_damaged_and_hostile_media_are_errors_without_their_bytes(tmp_path: Path
         (f"e.{EVIL.replace('.', '').replace('/', '')}.wav", audio_bytes(0.5, container="wav")),
         ("f.wav", audio_bytes(0.5, container="wav")),
     )
-    assert [kind for kind, _ in played(page)] == ["audio/wav", "audio/wav"] and len(page.images) == 2
+    assert [kind for kind, _ in players_on(page)] == ["audio/wav", "audio/wav"] and len(page.images) == 2
     faults = [attributes for tag, attributes in page.elements if tag == "p" and attributes.get("class") == "fault"]
     assert len(faults) == 4 and "4 s, 160 × 120, 25 fps, h264" in page.text, "what the header says is shown"
     assert page.text.count("of an unsupported format") >= 3

@@ -46,7 +46,7 @@ ALLOWED = (
 
 
 class Page(HTMLParser):
-    """A page taken apart: its elements with their attributes, its text, and the text of each `h2`."""
+    """Parsed page: its elements with their attributes, its text, and the text of each `h2`."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -88,13 +88,13 @@ class Page(HTMLParser):
 
     @property
     def links(self) -> list[str]:
-        """The links within the page."""
+        """Return the links within the page."""
         found = [attributes["href"] or "" for tag, attributes in self.elements if tag == "a"]
         assert found.pop().startswith("https://"), "the documentation, at the end of the page"
         return [link for link in found if re.fullmatch(r"(preview(-\d+)?\.html)", link) is None]
 
     def spans(self, kind: str) -> list[str]:
-        """The texts of the spans of this class."""
+        """Return the texts of the spans of this class."""
         return [text for kinds, text in self._spans if kind in kinds]
 
     def check_harmless(self) -> None:
@@ -120,7 +120,7 @@ def png(pixels: np.ndarray, **options: object) -> bytes:
 
 @pytest.fixture(autouse=True)
 def search_path() -> Iterator[None]:
-    """What is named is searched for in its own folder first; processes that tests start later must not."""
+    """Restore the module path, to which a target adds its folder, for processes that tests start later."""
     before = [*sys.path]
     yield
     sys.path[:] = before
@@ -128,7 +128,7 @@ def search_path() -> Iterator[None]:
 
 @pytest.fixture
 def captioned(tmp_path: Path) -> Path:
-    """Three shards of ten captioned images."""
+    """Write three shards of ten captioned images."""
     root = tmp_path / "captioned"
     for shard in range(3):
         numbers = range(10 * shard, 10 * shard + 10)

@@ -41,7 +41,7 @@ def packed(folder: str, lane: sp.Lane) -> custom.Stage:
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks give 20 batches each, and again from their 15th."""
+    """Write the ledger of two ranks with 20 batches each, and again from the 15th on."""
     root = tmp_path_factory.mktemp("run")
     write_numbered_shards(root / "shards", [60])
     pipeline, folder = partial(packed, str(root / "shards")), root / "ledger"

@@ -14,7 +14,8 @@ from tests.conftest import write_tar
 from tests.tools.preview.test_preview import EVIL, Page
 
 
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def turn_of(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    """Return a turn of a role."""
     return {"role": role, "content": content, **more}
 
 
@@ -32,15 +33,15 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
         (
             {
                 "messages": [
-                    said("user", [{"type": "image"}, {"type": "text", "text": "What?"}]),
-                    said("assistant", "A dog."),
+                    turn_of("user", [{"type": "image"}, {"type": "text", "text": "What?"}]),
+                    turn_of("assistant", "A dog."),
                 ]
             },
             [Turn("user", "[image]What?"), Turn("assistant", "A dog.", answers=True)],
             None,
         ),
         (
-            [said("user", "Rain?"), said("assistant", None, tool_calls=["sky"]), said("tool", "dry")],
+            [turn_of("user", "Rain?"), turn_of("assistant", None, tool_calls=["sky"]), turn_of("tool", "dry")],
             [Turn("user", "Rain?"), Turn("assistant", '{"tool_calls": ["sky"]}', answers=True), Turn("tool", "dry")],
             None,
         ),
@@ -58,7 +59,7 @@ def test_other_records_are_not_conversations(record: Any) -> None:
 
 
 def test_last_answer_is_visible_after_long_questions_and_many_turns() -> None:
-    long = [said("user" if i % 2 == 0 else "assistant", f"{'so ' * 2_000}{i}") for i in range(100)]
+    long = [turn_of("user" if i % 2 == 0 else "assistant", f"{'so ' * 2_000}{i}") for i in range(100)]
     found = conversation_in({"messages": long})
     assert found is not None
     turns = found[0]
@@ -70,7 +71,7 @@ def test_last_answer_is_visible_after_long_questions_and_many_turns() -> None:
 def test_the_page_shows_turns_and_the_rest_of_the_record_as_text(tmp_path: Path) -> None:
     record = {
         "source": EVIL,
-        "messages": [said("user", "long " * 2_000), said(EVIL, EVIL), said("assistant", "A cat.")],
+        "messages": [turn_of("user", "long " * 2_000), turn_of(EVIL, EVIL), turn_of("assistant", "A cat.")],
     }
     write_tar(tmp_path / "0.tar", [("a.json", json.dumps(record).encode())])
     page = Page(preview_dataset(tmp_path))
@@ -81,7 +82,7 @@ def test_the_page_shows_turns_and_the_rest_of_the_record_as_text(tmp_path: Path)
 
 
 def test_a_column_of_a_table_is_shown_as_turns_and_subtitles_as_text(tmp_path: Path) -> None:
-    turns = [said("user", "so " * 9_000), said("assistant", "A cat.")]
+    turns = [turn_of("user", "so " * 9_000), turn_of("assistant", "A cat.")]
     subtitles = "\ufeff1\r\n00:00:01,000 --> 00:00:02,000\r\n<i onclick=x>Hello</i>\r\n"
     parts = {"messages": json.dumps(turns), "srt": subtitles, "vtt": "WEBVTT\n\n\x01Hi"}
     write_tar(tmp_path / "0.tar", [(f"a.{name}", text.encode()) for name, text in parts.items()])

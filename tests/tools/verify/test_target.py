@@ -13,7 +13,7 @@ from savable_pipeline.tools.verify.target import load_target
 
 @pytest.fixture(autouse=True)
 def search_path() -> Iterator[None]:
-    """What is named is searched for in its own folder first; processes that tests start later must not."""
+    """Restore the module path, to which a target adds its folder, for processes that tests start later."""
     before = [*sys.path]
     yield
     sys.path[:] = before

@@ -27,7 +27,7 @@ def run(folder: Path, *arguments: str) -> Result:
 
 @pytest.fixture
 def folder(make_shards: Any) -> Path:
-    """Of 24 samples in two shards."""
+    """Write 24 samples in two shards."""
     shards: Path = make_shards([12, 12])
     return shards.parent
 

@@ -20,7 +20,7 @@ ROWS = 8  # of a batch of the loader: 4 prompts, twice each
 
 
 class SavableGRPOTrainer(SavableDataMixin, GRPOTrainer):  # type: ignore[misc]
-    """Notes the batches that it generates from, and what it trains on."""
+    """Trainer that records the batches that it generates from, and those that it trains on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

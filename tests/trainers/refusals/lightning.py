@@ -20,13 +20,13 @@ import savable_pipeline as sp
 from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.lightning import SavableDataModule
 from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
-from tests.trainers.cases import check_slots, passes
+from tests.trainers.cases import check_slots, loader_batches
 
 SAVE_EVERY = 4
 
 
 class Module(LightningModule):
-    """Writes down each batch of its rank, and its loss."""
+    """Module that writes each batch of its rank, and its loss, to a file."""
 
     def __init__(self, log: Path, kill_at: int | None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def make_loader(shards: Path, kind: str) -> sp.SavableLoader:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the trainer, under a name, with the number of ranks that Lightning starts for it."""
+    """One run of the trainer: its name, and the number of ranks that Lightning starts."""
 
     name: str
     strategy: str
@@ -85,10 +85,7 @@ def run_in_a_process(*arguments: Any) -> int | None:
 
 
 def killed_and_resumed(folder: Path, kind: str, strategy: str, before: int, after: int, steps: int) -> tuple[int, Any]:
-    """The step of the checkpoint it went on from, for `steps` more; and the lines of both runs by rank.
-
-    The killed run has trained beyond that checkpoint.
-    """
+    """Kill a run, and resume it for `steps` steps. Return the step of the checkpoint, and the lines of both runs."""
     kill_at = random.choice([5, 6, 7, 9])
     saved = kill_at // SAVE_EVERY * SAVE_EVERY
     killed = Run("killed", strategy, before, 10, kill_at)
@@ -101,7 +98,7 @@ def killed_and_resumed(folder: Path, kind: str, strategy: str, before: int, afte
 
 
 def lines(folder: Path, run: Run) -> list[list[str]]:
-    """By rank, "BATCH LOSS" of each step."""
+    """Return "BATCH LOSS" of each step, by rank."""
     return [(folder / f"{run.name}-{rank}").read_text().splitlines() for rank in range(run.ranks)]
 
 
@@ -137,7 +134,7 @@ def test_another_number_of_ranks_resumes_at_the_same_slot(
 ) -> None:
     """Through the end of an epoch where it has one, and with the weights that were saved."""
     write_training_shards(tmp_path / "shards")
-    slots = passes("lightning", tmp_path, kind, 60)
+    slots = loader_batches("lightning", tmp_path, kind, 60)
     saved, (killed, resumed) = killed_and_resumed(tmp_path, kind, strategy, before, after, 14)
     for rank in range(before):
         check_slots(batches(killed[rank]), slots, rank, before, 0)

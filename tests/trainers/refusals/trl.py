@@ -17,13 +17,13 @@ from savable_pipeline.stages.batch_difference import digest
 from savable_pipeline.trainers.hf import SavableDataMixin
 from tests.support.toy_training import LANES, write_training_shards
 from tests.trainers.drive import causal_model, pipeline_for
-from tests.trainers.hf_images import base, check, names_of
+from tests.trainers.hf_images import base, check_restart, names_of
 
 __all__ = ["base"]  # a fixture
 
 
 class SavableSFTTrainer(SavableDataMixin, SFTTrainer):  # type: ignore[misc]
-    """Notes what it trains on, and evaluates on."""
+    """Trainer that records what it trains on and evaluates on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,4 +100,4 @@ def test_sft_packed_images_have_single_document_losses_also_when_resumed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "images", shared := ModuleType("images"))
     vars(shared).update(names_of("images.py", base))
-    check(names_of("images_sft.py", base), "SavableSFTTrainer", base, tmp_path, monkeypatch)
+    check_restart(names_of("images_sft.py", base), "SavableSFTTrainer", base, tmp_path, monkeypatch)
