@@ -190,12 +190,12 @@ def test_checkpoint_keeps_a_users_save_pretrained(tmp_path: Path) -> None:
     model, calls = Own(PretrainedConfig()), list[dict[str, Any]]()
     model.save_pretrained = own = lambda **settings: calls.append(settings)
     for _ in range(2):
-        with hf._model_names(model):
+        with hf._loadable_weight_names(model):
             model.save_pretrained()
         assert vars(model)["save_pretrained"] is own
     assert calls == [{"save_original_format": False}] * 2
     del model.save_pretrained
-    with hf._model_names(model):
+    with hf._loadable_weight_names(model):
         pass
     assert "save_pretrained" not in vars(model)
 
