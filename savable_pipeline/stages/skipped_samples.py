@@ -220,7 +220,7 @@ class SkippedSamples:
         return Skip(reason)
 
     def _forget_before(self, first_epoch: int) -> None:
-        """Forget avoided samples of epochs before `first_epoch`, which are not read again."""
+        """Remove samples of epochs before `first_epoch` from `avoided`, because these epochs are not read again."""
         for ref in [(index, epoch) for index, epoch in self.avoided if epoch < first_epoch]:
             del self.avoided[ref]
 

@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -217,10 +218,20 @@ def remote_files(source: Source, form: Format) -> RemoteShards:
 def _on_server(url: str, session: Session, indexes: Mapping[str, Format], markers: Sequence[str]) -> list[str]:
     """Return the names of the indexes and markers that exist in a folder of a web server.
 
-    A web server cannot list a folder. The usual names are requested first, and the others only if none of them exists.
+    A web server cannot list a folder. If an earlier opening found one index, only that one is requested. Otherwise the
+    usual names are requested first, and the others only if none of them exists.
     """
+    from savable_pipeline.data.remote.cache_files import private_folder, read_pin, write_pin
+
+    pin = private_folder(session.cache / "listings") / sha256(f"{url} kind".encode()).hexdigest()[:32]
+    known = read_pin(pin)
+    if known in indexes and session.stat(url, known) is not None:
+        return [known]
     usual = dict.fromkeys((TARS.index_name, *(name for name in markers if name not in ARROW.markers)))
-    return [*session.stats(url, usual)] or [*session.stats(url, (*indexes, STATE))]
+    names = [*session.stats(url, usual)] or [*session.stats(url, (*indexes, STATE))]
+    if len(found := [name for name in names if name in indexes]) == 1:
+        write_pin(pin, found[0])
+    return names
 
 
 def at_commit(files: paths.Shards, pinned: dict[str, bytes], session: Session) -> paths.Shards:

@@ -224,7 +224,10 @@ def _stores_without(sample: Sample) -> list[str]:
 
 
 def _samples_of(store: Samples, keys: list[str], *, request: bool) -> list[Sample | None]:
-    """Return for each key the sample of the store that has it, or None."""
+    """Return for each key the sample of the store that has it, or None.
+
+    With `request`, the download of their parts starts.
+    """
     indices = store.keys.find(keys)  # negative for a key that the store lacks
     refs = np.zeros(int((indices >= 0).sum()), REF)
     refs["index"] = indices[indices >= 0]

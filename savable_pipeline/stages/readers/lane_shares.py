@@ -199,13 +199,13 @@ class LaneShares:
         if not self.cut:
             return lane_span(count, lane, lanes, epoch)
         if self.shuffle:
-            return batches_span(count, self.cut, self._turn(lane, epoch), lanes)
-        return 0, sequential_count(count, self._turn(lane, epoch), lanes, self.cut)
+            return batches_span(count, self.cut, self._turn_of(lane, epoch), lanes)
+        return 0, sequential_count(count, self._turn_of(lane, epoch), lanes, self.cut)
 
-    def _turn(self, lane: int, epoch: int) -> int:
-        """Return a lane's turn in an epoch.
+    def _turn_of(self, lane: int, epoch: int) -> int:
+        """Return how many lanes are dealt samples of an epoch before this one.
 
-        Turn 0 has the lane after the one that read the last block of the previous epoch.
+        It is 0 for the lane after the one that read the last block of the previous epoch.
         """
         return (lane - self.samples.blocks(self.first_epoch, epoch, self.cut) - self.tag) % self.lane.count
 
@@ -218,8 +218,8 @@ class LaneShares:
         return np.array([*(begin for begin, _ in spans), spans[-1][1]], dtype=np.int64)
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return the lane's samples `start` to `stop - 1` in file order: int64 (any,)."""
-        return sequential_positions(start, stop, self._turn(self.lane.index, epoch), self.lane.count, self.cut)
+        """Return the positions in an epoch of the lane's samples `start` to `stop - 1` in file order: int64 (any,)."""
+        return sequential_positions(start, stop, self._turn_of(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
         """Log a warning if a finite pass has fewer batches than lanes.
