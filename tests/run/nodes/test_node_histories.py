@@ -104,7 +104,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setattr(socket_host, "_RETRY_S", 0.2)
     monkeypatch.setattr(socket_host, "_PING_S", 0.2)
     monkeypatch.setattr(socket_host, "_CONNECT_S", 1.0)
-    monkeypatch.setattr(socket_host, "_SESSION_S", 10.0)  # a session that was stopped while it starts
+    monkeypatch.setattr(socket_host, "_SESSION_S", 5.0)  # a session that was stopped while it starts
     caplog.set_level(logging.CRITICAL, "savable_pipeline")
 
 
