@@ -2,7 +2,7 @@
 
 It is the last stage of most pipelines.
 
-`EncoderBatches` is the base of all stages whose batches an encoder builds. It also pads batches.
+`EncoderBatches` is the base of all stages whose batches an encoder builds. The base also pads batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from savable_pipeline.stages.stage_settings import SettingRule
 from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 
 _TRIED = 100  # most samples to try to find an item for padding rows
-_ITEMS_NAMED = 2  # number of items of a batch whose samples an error names
+_ITEMS_NAMED = 2  # an error names the samples of this many items of a batch
 
 
 class _Samples(TaskEncoder):
@@ -76,7 +76,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         raise StopIteration
 
     def take(self, n: int) -> list[Element]:
-        """Return the next batch in a list, which is empty only at the end."""
+        """Return a list of the next batch alone, or an empty list at the end."""
         due = self._due()
         if due is None:
             return []
@@ -87,9 +87,9 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     def pass_over(self) -> bool:
         """Skip the next batch without calling `encoder.batch`. Returns False at the end."""
-        due = self._due()
-        if due is not None:
-            self._count_yielded(due[1])
+        if (due := self._due()) is not None:
+            _, refs, _ = due
+            self._count_yielded(refs)
         return due is not None
 
     def make(self, elements: Sequence[Element]) -> None:
@@ -103,7 +103,8 @@ class EncoderBatches(ChunkedStage, BatchStage):
     def rebuilt(self, ref: ItemRef, size: int = 0) -> tuple[Any, tuple[int, ...]]:
         """Return the rebuilt batch, and the positions of the lost rows.
 
-        If batches are padded, it has `size` rows, or as many as a full batch if `size` is 0.
+        The batch is a `Skip` if all rows are lost. If batches are padded, the batch has `size` rows, or as many as a
+        full batch if `size` is 0.
         """
         number, *parts = ref
         rows = [Element(part) for part in parts]
@@ -111,41 +112,41 @@ class EncoderBatches(ChunkedStage, BatchStage):
         lost = tuple([at for at, row in enumerate(rows) if type(row.value) is Skip])
         remaining = [row.value for row in rows if type(row.value) is not Skip]
         if not (remaining and self.lane.pad):
-            return self._calls.combined(remaining, number, self.info) if remaining else rows[0].value, lost
+            return (self._calls.combined(remaining, number, self.info) if remaining else rows[0].value), lost
         size = size or max(len(remaining), self._rows_of(remaining[0]))
         padded = remaining + remaining[:1] * (size - len(remaining))
         return self._with_valid(self._calls.combined(padded, number, self.info), len(remaining), size), lost
 
     @abstractmethod
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
-        """Return the next batch as (items, refs, rows of a full batch), or None at the end.
+        """Return the next batch as (items, their refs, rows of a full batch), or None at the end.
 
         If the lane skips batches, items may be unbuilt.
         """
 
     def _combined(self, items: list[Any], refs: list[ItemRef]) -> Any:
-        """Return the next batch, of these items. Raises `EncodeError` with the names of samples."""
+        """Return the next batch, built of these items. An `EncodeError` names samples of the items."""
         try:
             return self._calls.combined(items, self._count, self.info)
         except EncodeError as error:
-            raise EncodeError(f"{error}{self._samples_of(error.__cause__, refs)}") from error.__cause__
+            raise EncodeError(f"{error}{self._describe_samples(error.__cause__, refs)}") from error.__cause__
 
-    def _samples_of(self, error: BaseException | None, refs: list[ItemRef]) -> str:
+    def _describe_samples(self, error: BaseException | None, refs: list[ItemRef]) -> str:
         """Describe the samples of the items that caused an error, or of the first items of the batch."""
         positions = error.items if isinstance(error, DifferingItemsError) else range(_ITEMS_NAMED)
-        return "".join(f"; item {i} is of {sample_names(self, refs[i])}" for i in positions if i < len(refs))
+        return "".join(f"; item {at} is of {sample_names(self, refs[at])}" for at in positions if at < len(refs))
 
     def _count_yielded(self, refs: list[ItemRef]) -> None:
-        """Set `ref` to that of a yielded or skipped batch, and count the batch."""
+        """Set `ref` to that of the batch of these items, which is yielded or skipped now, and count the batch."""
         self.ref = (self._count, *refs)
         self._count += 1
 
     @abstractmethod
     def _rows_of(self, item: Any) -> int:
-        """Return the rows of a full batch with this item, or 0 if it is dropped. Raises `EncodeError`."""
+        """Return the rows of a full batch with this item, or 0 if the item is dropped. Raises `EncodeError`."""
 
     def _padded(self, items: list[Any], refs: list[ItemRef], size: int) -> Any:
-        """Return the next batch. If batches are padded, it has `size` rows and the key "valid"."""
+        """Return the next batch of these items. If batches are padded, it has `size` rows and the key "valid"."""
         if not self.lane.pad:
             return self._combined(items, refs)
         return self._with_valid(self._combined(items + items[:1] * (size - len(items)), refs), len(items), size)
@@ -175,7 +176,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
         return batch
 
     def _any_item(self) -> Any:
-        """Return an item of one of the dataset's first samples, for a lane that had no item."""
+        """Return an item of one of the dataset's first samples, to pad the batches of a lane that had no item."""
         refs = (ref for ref in _refs_of(self.source) if self.info.excluded.remaining(ref) == ref)
         for ref in islice(refs, _TRIED):
             with contextlib.suppress(EncodeError):
@@ -186,8 +187,8 @@ class EncoderBatches(ChunkedStage, BatchStage):
             f"tail='pad': the encoder skipped the first {_TRIED} samples, so no item can pad a batch. Use tail='stop'."
         )
 
-    def _with_valid(self, batch: Any, valid: int, size: int) -> Any:
-        """Return a batch of `size` rows with the key "valid", which is True for the first `valid` rows."""
+    def _with_valid(self, batch: Any, valid_rows: int, size: int) -> Any:
+        """Return a batch of `size` rows with the key "valid", which is True for the first `valid_rows` rows."""
         import torch
 
         if not isinstance(batch, dict) or "valid" in batch:
@@ -195,7 +196,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
                 f"tail='pad': {self._calls.encoder_name}.batch must return a dict without a key 'valid', not "
                 f"{type(batch).__name__}."
             )
-        return {**batch, "valid": torch.arange(size) < valid}
+        return {**batch, "valid": torch.arange(size) < valid_rows}
 
     def settings(self) -> dict[str, Any]:
         """Return `drop_last`, and the encoder if it is not the one upstream."""
@@ -205,11 +206,11 @@ class EncoderBatches(ChunkedStage, BatchStage):
 def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[int, ...]]:
     """Rebuild a batch without its lost rows.
 
-    Returns (batch, ref, positions), where `positions` says which rows of the earlier batch remain.
+    Returns (batch, ref, positions), where `positions` are those of the remaining rows in the earlier batch.
 
     If no row remains, or `ref` is empty, the batch is a replacement, and `positions` is empty. The replacement is a
     batch of padding rows if batches are padded, and otherwise the lane's next batch. Raises `SavableError` if there is
-    none.
+    no next batch.
 
     Args:
         last: The last stage of the lane.
@@ -217,6 +218,7 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
         size: The number of rows of the earlier batch with padding, or 0 if batches are not padded.
     """
     number, rows = batch_rows(ref)
+    # the refs of the remaining rows, by their positions in the earlier batch
     remaining = {row: part for row, whole in enumerate(rows) if (part := last.info.remaining(whole)) is not None}
     if remaining:
         maker, wanted = chunked(last).maker, (*number, *remaining.values())
@@ -235,13 +237,13 @@ def rebuild(last: Stage, ref: ItemRef, size: int) -> tuple[Any, ItemRef, tuple[i
 
 
 def _refs_of(stage: Stage) -> Iterator[ItemRef]:
-    """Yield for each sample upstream the ref of an element that the stage may have yielded for it."""
+    """Yield, for each sample upstream in epoch 0, the ref of an element that `stage` may yield for it."""
     if not stage.sources:
         (tag,) = stage.info.tags
         yield from ((number | tag << TAG_SHIFT, 0, 0) for number in range(stage.info.population))
     for source in stage.sources:
         for ref in _refs_of(source):
-            yield (0, ref) if isinstance(stage, PackStage) else ref
+            yield (0, ref) if isinstance(stage, PackStage) else ref  # pack 0, of this item alone
 
 
 class _BatcherState(msgspec.Struct):
@@ -293,7 +295,7 @@ class Batcher(EncoderBatches):
     def describe(self) -> StageInfo:
         """Describe batches without excluded samples.
 
-        This stage drops them if no `Encode` has.
+        This stage drops these samples if no `Encode` has done so.
         """
         return replace(super().describe(), yields_excluded=False)
 
@@ -334,7 +336,7 @@ class Batcher(EncoderBatches):
             epoch: The number of the pass.
         """
         items = None if self._drops_excluded else count_of(self.source, lane, epoch)
-        return None if items is None else items // self.size if self.drop_last else -(-items // self.size)
+        return None if items is None else (items if self.drop_last else items + self.size - 1) // self.size
 
     def _fill(self, n: int) -> list[Any]:
         """Return the next `n` items, or fewer at the end. If the lane skips batches, they may be unbuilt."""
@@ -343,7 +345,7 @@ class Batcher(EncoderBatches):
         return items
 
     def _fill_buffer(self, n: int) -> bool:
-        """Take items until `n` are buffered. Returns False at the end."""
+        """Take items, so that `n` are buffered if none is dropped. Returns False at the end."""
         if not self._drops_excluded:
             return self._buffer.fill(n) > 0
         elements = take_elements(self.source, n - len(self._buffer))

@@ -30,17 +30,20 @@ class ChunkedStage(Stage):
     A stage defines `take` and, if it changes or merges elements, `make` or `fetch`.
 
     `__next__` builds an element before the stage moves past it. If building fails, the next call tries the same
-    element, and so does a stage restored from a state in between. `take` returns unbuilt elements, unless `_makes` is
-    set.
+    element, and so does a stage restored from a state in between. `take` may return unbuilt elements, unless `_makes`
+    is set.
     """
 
     ref: ItemRef = ()
     sizes: tuple[Size, ...] | None = None
     """(length, images) of each item in the element that `__next__` returned last, where they are known."""
     measured: tuple[Any, int] | None = None
-    """`Element.measured` of it."""
+    """`Element.measured` of that element."""
     one_to_one: bool | None = None
-    """Whether it yields one element for each of its source. None: elements combine or divide those of the source."""
+    """Whether the stage yields exactly one element for each element of its source.
+
+    None: elements combine or divide those of the source.
+    """
     setting_rules: ClassVar[Mapping[str, SettingRule]] = {}
     """Rules for settings that are not compared by equality. Subclasses inherit them."""
     datasets: tuple[Dataset, ...] = ()
@@ -65,8 +68,8 @@ class ChunkedStage(Stage):
     def take(self, n: int) -> Any:
         """Return the next 1 to `n` elements, or none at the end.
 
-        Samples are returned as refs, REF (any,). Items and batches are a list of `Element`, which may be unbuilt.
-        `make` builds them when they are needed.
+        Samples are returned as refs, REF (any,). Items and batches are returned as a list of `Element`. `make` builds
+        the unbuilt ones when they are needed.
 
         Args:
             n: The most elements to take.
@@ -75,8 +78,8 @@ class ChunkedStage(Stage):
     @property
     def maker(self) -> ChunkedStage:
         """Return the stage that builds the elements: this one, or one upstream."""
-        passes_on = type(self).make is ChunkedStage.make and type(self).fetch in (Stage.fetch, ChunkedStage.fetch)
-        return chunked(self.source).maker if passes_on else self
+        delegates = type(self).make is ChunkedStage.make and type(self).fetch in (Stage.fetch, ChunkedStage.fetch)
+        return chunked(self.source).maker if delegates else self
 
     def make(self, elements: Sequence[Element]) -> None:
         """Set the values of elements, or a `Skip` for one that can no longer be built.
@@ -99,7 +102,7 @@ class ChunkedStage(Stage):
         return element.value
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether rebuilding an element works, or raises, but never skips.
+        """Return whether rebuilding an element works or raises, but never skips it.
 
         Args:
             ref: The ref of the element.
@@ -111,14 +114,14 @@ class OwnStage(ChunkedStage):
     """Adapter of a user's own stage, which has only `__next__` and `fetch`."""
 
     def take(self, n: int) -> Any:
-        stage = last = self.source
-        for value in stage if n else ():
+        stage = origin = self.source
+        for value in stage if n else ():  # returns at the first value, because `stage.ref` is that of one element
             if stage.yields == "samples":
                 return np.array([(value.index, value.epoch)], REF)
-            while isinstance(last, PassThrough):
-                last = last.source
-            yielded = chunked(last)
-            return [Element(as_ref(stage.ref), value, yielded.sizes, measured=yielded.measured)]
+            while isinstance(origin, PassThrough):
+                origin = origin.source
+            sized = chunked(origin)
+            return [Element(as_ref(stage.ref), value, sized.sizes, measured=sized.measured)]
         return np.empty(0, REF) if stage.yields == "samples" else []
 
     @property
@@ -130,24 +133,24 @@ class OwnStage(ChunkedStage):
 
 
 def chunked(stage: Stage) -> ChunkedStage:
-    """Return a stage, or the adapter of a user's own stage."""
+    """Return a stage of this library itself, and a user's own stage in its adapter."""
     return stage if isinstance(stage, ChunkedStage) else OwnStage(stage)
 
 
 def take_elements(stage: Stage, n: int) -> list[Element]:
-    """Return the next 1 to `n` elements with opened samples, or none at the end."""
+    """Return the next 1 to `n` elements, or none at the end. Samples are opened."""
     taken = chunked(stage).take(n)
     if isinstance(taken, list):
         return taken
-    numbers = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
+    refs = zip(taken["index"].tolist(), taken["epoch"].tolist(), strict=True)
     samples = cast(SampleStage, stage).open_samples(taken)
-    return [Element((*each, 0), sample) for each, sample in zip(numbers, samples, strict=True)]
+    return [Element((index, epoch, 0), sample) for (index, epoch), sample in zip(refs, samples, strict=True)]
 
 
 def value_of(stage: Stage, element: Element) -> Any:
-    """Return the value of an element of a stage, which is built if it is missing.
+    """Return the value of an element of a stage. An unbuilt value is built first.
 
-    It is a `Skip` if that is impossible.
+    The value is a `Skip` if the element can no longer be built.
     """
     if not element.is_built:
         chunked(stage).make([element])
@@ -165,7 +168,7 @@ def without_lost(elements: Sequence[Element]) -> list[Element]:
 
 
 def count_of(stage: Stage, lane: int, epoch: int) -> int | None:
-    """Return the number of elements in a pass of a lane, or None if unknown."""
-    if (counted := getattr(stage, "count_of", None)) is not None:
-        return cast("int | None", counted(lane, epoch))
+    """Return the number of elements of a lane in the pass `epoch`, or None if unknown."""
+    if (count := getattr(stage, "count_of", None)) is not None:
+        return cast("int | None", count(lane, epoch))
     return count_of(stage.source, lane, epoch) if chunked(stage).one_to_one else None

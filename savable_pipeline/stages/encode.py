@@ -1,6 +1,6 @@
 """`Encode`: stage that turns samples into items with the user's encoder.
 
-It also rebuilds an item from its ref.
+The stage also rebuilds an item from its ref.
 
 encode(sample, rng) ──▶ item                       part 0
 encode(sample, rng) ──▶ iterator ──▶ item, …       parts 0, 1, …, each with its own random numbers
@@ -44,13 +44,13 @@ EncodeCall: TypeAlias = Callable[[Sample, Rng], Any]
 
 log = logging.getLogger(__name__)
 
-DONE: Any = object()
+DONE: Any = object()  # returned by an iterator over items after its last item
 _LIST_WARNING = (
     "%s returned a list of %d dicts, which is a single item: a batch has a list of as many dicts. To make an item of "
     "each, yield them, or return iter(...)"
 )
 _NONE_ERROR = "it returned None; return an item or Skip(reason)"
-_MOST_OPENED = 10_000  # most open samples that were taken without encoding them
+_MOST_OPENED = 10_000  # most open samples to remember that were taken without encoding them
 _LEAST_TAKEN = 16  # least number of refs to take from the source at a time
 
 
@@ -142,15 +142,15 @@ class Encode(ChunkedStage, ItemStage):
         """
         elements: list[Element] = []
         ahead = self._ahead
-        first, part, before = ahead.next, self._part, self._skipped.begin(elements)
+        first, part, before = ahead.next, self._parts_taken, self._skipped.begin(elements)  # to undo the call
         try:
             while len(elements) < n:
                 if ahead.next == len(ahead.refs):
                     if not ahead.load(self.source, max(n - len(elements), _LEAST_TAKEN), first=first):
                         break
-                    first = 0
-                snapshot, checks = self._skipped.snapshot(), self.keyed.check.remaining
-                fan, count = self._fan, self._part
+                    first = 0  # `load` has dropped the samples before it
+                snapshot, checks = self._skipped.snapshot(), self.keyed.check.remaining  # to undo one series
+                fan, count = self._fan, self._parts_taken
                 try:
                     if fan is not None:
                         self._take_parts(elements, n)
@@ -158,7 +158,7 @@ class Encode(ChunkedStage, ItemStage):
                         self._take_unbuilt(elements)
                     elif not (self._maps_series and self._map_series(elements, n)):
                         self._take_samples(elements, n)
-                except DrawFound:  # undo the row, which the next iteration repeats
+                except DrawFound:  # undo the series, which the next iteration repeats
                     self._skipped.roll_back(snapshot)
                     self.keyed.check.remaining = checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
@@ -173,21 +173,21 @@ class Encode(ChunkedStage, ItemStage):
 
     def _take_unbuilt(self, elements: list[Element]) -> None:
         """Take the next sample without encoding it, if its size is declared, or if the lane only skips its item."""
-        sample, size, is_skipped = self._ahead.opened[self._ahead.next], None, False
+        sample, size, skips_item = self._ahead.opened[self._ahead.next], None, False
         if not self._is_dropped(sample):
             self._report_sample(sample)
-            is_skipped = self.lane.skips and self._always_one_item and sample.origin.on_error == "raise"
+            skips_item = self.lane.skips and self._always_one_item and sample.origin.on_error == "raise"
             try:
                 size = self.keyed.declared.of(sample)
             except Exception as error:
                 self._skipped.tolerate(sample, error)
                 self._ahead.next += 1
                 return
-        if size is None and not is_skipped:
+        if size is None and not skips_item:
             self._take_samples(elements, len(elements) + 1)
             return
         element = Element((sample.index, sample.epoch, 0), sizes=None if size is None else (size,))
-        if not is_skipped:
+        if not skips_item:
             self._opened[element.ref[:2]] = sample, size
             if len(self._opened) > _MOST_OPENED:
                 del self._opened[next(iter(self._opened))]
@@ -197,9 +197,9 @@ class Encode(ChunkedStage, ItemStage):
         elements.append(element)
 
     def _is_dropped(self, sample: Sample) -> bool:
-        """Return whether a sample is avoided, excluded, or missing in a joined dataset."""
-        avoided = (sample.index, sample.epoch) in self._skipped.avoided
-        return avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
+        """Return whether a sample must not be tried again, is excluded, or is missing in a joined dataset."""
+        is_avoided = (sample.index, sample.epoch) in self._skipped.avoided
+        return is_avoided or sample.index in self.info.excluded or bool(absent_reason(sample.origin))
 
     def _take_samples(self, elements: list[Element], n: int) -> None:
         """Encode samples until there are `n` items, no more refs, an error, or a sample that fans out."""
@@ -212,7 +212,7 @@ class Encode(ChunkedStage, ItemStage):
             function = keyed.function if encode is keyed.unchecked and seed is None else None
             for ahead.next, sample in enumerate(chosen, first):
                 if sample.origin is not origin:
-                    origin, base = sample.origin, keyed.base(sample.origin.source)
+                    origin, source_key = sample.origin, keyed.base(sample.origin.source)
                     absent = absent_reason(origin)
                 index, epoch, _ = ref = (sample.index, sample.epoch, 0)
                 if absent or (excluded and index in excluded):
@@ -222,7 +222,7 @@ class Encode(ChunkedStage, ItemStage):
                     status[0], status[1], status[2] = depth, index, epoch
                 if avoided and self._fails_again(sample):
                     break
-                rng: Any = Rng(base, ref) if function is None else None
+                rng: Any = Rng(source_key, ref) if function is None else None
                 if seed is not None:
                     seed(rng.key)
                 try:
@@ -232,10 +232,10 @@ class Encode(ChunkedStage, ItemStage):
                 except Exception as error:
                     keyed.seeding.check(ends=True)
                     self._skipped.tolerate(sample, error)
-                    break  # otherwise a draw in a later sample would undo this count
+                    break  # otherwise a `DrawFound` at a later sample would undo this count
                 if type(item) not in item_types:
                     if type(item) is Skip or hasattr(item, "__next__"):
-                        if self._set_fan(sample, item, rng or Rng(base, ref)):
+                        if self._set_fan(sample, item, rng or Rng(source_key, ref)):
                             return
                         continue
                     self._add_item_type(item)
@@ -245,10 +245,12 @@ class Encode(ChunkedStage, ItemStage):
     def _map_series(self, elements: list[Element], n: int) -> bool:
         """Take the next samples with one `map` of a function of samples, which takes 0.2 µs less for each of them.
 
-        Returns False, and takes none, if some samples need more. If the function raises, or its results are not all
-        items of known types, `_take_samples` calls it again for each sample, now and from then on.
+        Returns False, and takes none, if a sample may have to be seeded, checked or skipped. If the function raises, or
+        its results are not all items of known types, `_take_samples` calls it again for each sample, now and from then
+        on.
         """
-        chosen, results = self._ahead.opened[self._ahead.next :][: n - len(elements)], list[Any]()
+        chosen = self._ahead.opened[self._ahead.next :][: n - len(elements)]
+        results: list[Any] = []
         with contextlib.suppress(Exception), self.keyed.seeding.series(len(chosen)) as seed:
             if seed is not None or self.keyed.due_encode() is not self.keyed.unchecked or self._skipped.avoided:
                 return False
@@ -260,7 +262,7 @@ class Encode(ChunkedStage, ItemStage):
         return self._maps_series
 
     def _fails_again(self, sample: Sample) -> bool:
-        """Return whether a sample is avoided because it failed before. If so, count it as skipped."""
+        """Return whether a sample must not be tried again because it failed. If so, count it as skipped."""
         if (sample.index, sample.epoch) in self._skipped.avoided:
             self.keyed.seeding.check(ends=True)
             self._skipped.count_avoided_again(sample)
@@ -271,24 +273,24 @@ class Encode(ChunkedStage, ItemStage):
         self._item_types.add(type(item))
         is_plain = self.lane.worker.status is None and self.source.info.raises and not self.info.excluded.numbers
         self._maps_series = self.keyed.function is not None and is_plain
-        dicts = type(item) is list and item and all(isinstance(part, dict) for part in item)
-        if dicts and not (overrides(self._encoder, "batch") or overrides(self._encoder, "pack")):
+        is_list_of_dicts = type(item) is list and item and all(isinstance(each, dict) for each in item)
+        if is_list_of_dicts and not (overrides(self._encoder, "batch") or overrides(self._encoder, "pack")):
             warn = partial(log.warning, _LIST_WARNING, encoder_call(self._encoder), len(item))
             self.lane.shared(("list", id(self._encoder)), warn)
 
-    def _set_fan(self, sample: Sample, item: Any, rng: Rng) -> bool:
-        """Set `_fan` if the encoder's result is an iterator, or count a `Skip`. Returns whether it is an iterator."""
+    def _set_fan(self, sample: Sample, result: Any, rng: Rng) -> bool:
+        """Set `_fan` to the iterator that the encoder returned, or count its `Skip`. Returns whether `_fan` is set."""
         if self._encoder.one_to_one:
-            raise self._skipped.encode_error(sample, TypeError(f"one_to_one is set, but it returned {item!r}"))
-        if type(item) is Skip:
-            self._skipped.count_skip(sample, item)
+            raise self._skipped.encode_error(sample, TypeError(f"one_to_one is set, but it returned {result!r}"))
+        if type(result) is Skip:
+            self._skipped.count_skip(sample, result)
             return False
-        self._fan = FanOut(self.keyed, sample, (item, rng))
+        self._fan = FanOut(self.keyed, sample, (result, rng))
         return True
 
     @property
-    def _part(self) -> int:
-        """Return how many parts of the next sample were already yielded."""
+    def _parts_taken(self) -> int:
+        """Return how many parts of the next sample were already taken, where a `Skip` counts too."""
         return 0 if self._fan is None else self._fan.count
 
     def _take_parts(self, elements: list[Element], n: int) -> None:
@@ -296,7 +298,7 @@ class Encode(ChunkedStage, ItemStage):
         fan, skipped, seeding = self._fan, self._skipped, self.keyed.seeding
         assert fan is not None
         if fan.encoded is None and self._is_dropped(fan.sample):
-            self._fan = None  # the saved run yielded the first parts; drop the other ones
+            self._fan = None  # the saved run yielded the first parts; the others are dropped
             return
         self._report_sample(fan.sample)
         try:
@@ -313,12 +315,12 @@ class Encode(ChunkedStage, ItemStage):
                     return
             if not part:
                 skipped.count_skip(fan.sample, Skip("an iterator without items"))
-        except EncoderError as failed:  # the parts before the error are still yielded
-            skipped.tolerate(fan.sample, failed.error)
+        except EncoderError as wrapper:  # the parts before the error are still yielded
+            skipped.tolerate(fan.sample, wrapper.error)
         self._ahead.next, self._fan = self._ahead.next + 1, None
 
     def _report_sample(self, sample: Sample) -> None:
-        """Write depth and sample to shared memory, so that an error can name them if the worker dies."""
+        """Write this stage's depth and the sample to shared memory, to be reported if the worker dies."""
         status = self.lane.worker.status
         if status is not None:
             status[0], status[1], status[2] = self.info.depth, sample.index, sample.epoch
@@ -345,7 +347,7 @@ class Encode(ChunkedStage, ItemStage):
         """Build the values of items.
 
         A value is a `Skip` if encoding fails now and `on_error` skips the error, or if the sample is excluded. Raises
-        `EncodeError` if the encoder raises, or no longer yields this part of the sample.
+        `EncodeError` if the encoder raises another error, or no longer yields this part of the sample.
         """
         for element in elements:
             element.value = self._rebuilt(element)
@@ -363,8 +365,8 @@ class Encode(ChunkedStage, ItemStage):
         self._report_sample(sample)
         try:
             return self.keyed.seeding.call_alone(self.keyed.rebuild, sample, element, size)
-        except EncoderError as failed:
-            return self._skipped.lose(sample, failed.error, was_counted=was_counted)
+        except EncoderError as wrapper:
+            return self._skipped.lose(sample, wrapper.error, was_counted=was_counted)
 
     @property
     def _always_one_item(self) -> bool:
@@ -376,8 +378,9 @@ class Encode(ChunkedStage, ItemStage):
 
         That is so if errors are raised, no sample is avoided, and no joined sample is missing.
         """
-        if self.on_error != "raise" or self._skipped.avoided or self.source.info.raises:
-            return self.on_error == "raise" and not self._skipped.avoided
+        never_skips = self.on_error == "raise" and not self._skipped.avoided
+        if not never_skips or self.source.info.raises:
+            return never_skips
         origin = self.source.fetch(ref).origin
         return origin.on_error == "raise" and not absent_reason(origin)
 
@@ -395,13 +398,13 @@ class Encode(ChunkedStage, ItemStage):
     def save_state(self) -> State:
         """Return the position.
 
-        `refs` has the samples that were taken from the source but not encoded, 12 bytes each. `part` is how many parts
-        of the first of them were yielded. `samples` is the number of encoded samples. For `errors` and `avoided`, see
-        `SkippedSamples.save_state`.
+        `refs` has the refs of the samples that were taken from the source but not encoded, 12 bytes each. `part` is how
+        many parts of the first of these samples were taken. `samples` is the number of encoded samples. For `errors`
+        and `avoided`, see `SkippedSamples.save_state`.
         """
         return {
             "refs": self._ahead.save(),
-            "part": self._part,
+            "part": self._parts_taken,
             "samples": self._ahead.done,
             **self._skipped.save_state(),
             "source": self.source.save_state(),
@@ -429,35 +432,35 @@ class Encode(ChunkedStage, ItemStage):
 
 
 class EncoderError(Exception):
-    """Wrapper of an error of an encoder, for which `on_error` is still to be asked."""
+    """Wrapper of an encoder's error, before `on_error` decides whether to skip it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-_WARNED_CLASSES: set[type] = set()  # classes of encoders
+_WARNED_CLASSES: set[type] = set()  # classes of encoders about which a warning was logged
 
 
 def _warn_of_own_draws(encoder: TaskEncoder) -> None:
-    """Warn, once per class, about Albumentations, whose pipelines draw from their own generators."""
-    kind = type(encoder)
-    attributes = [value for owner in (*kind.__mro__, encoder) for value in getattr(owner, "__dict__", {}).values()]
-    draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in attributes)
-    names = {name for value in attributes for name in getattr(getattr(value, "__code__", None), "co_names", ())}
-    if draws and "set_random_seed" not in names and kind not in _WARNED_CLASSES:
-        _WARNED_CLASSES.add(kind)
-        logging.getLogger(__name__).warning(
+    """Warn, once per class, if an encoder uses Albumentations, which draws from generators of its own."""
+    encoder_class = type(encoder)
+    values = [value for owner in (*encoder_class.__mro__, encoder) for value in getattr(owner, "__dict__", {}).values()]
+    draws = any(type(v).__module__.startswith("albumentations.") and hasattr(v, "set_random_seed") for v in values)
+    used_names = {name for value in values for name in getattr(getattr(value, "__code__", None), "co_names", ())}
+    if draws and "set_random_seed" not in used_names and encoder_class not in _WARNED_CLASSES:
+        _WARNED_CLASSES.add(encoder_class)
+        log.warning(
             "%s uses Albumentations, which draws its own random numbers. Call "
             "transform.set_random_seed(rng.integers(2**32)) in encode.",
-            kind.__name__,
+            encoder_class.__name__,
         )
 
 
 class KeyedEncoder:
     """Calls of `encode` with the random numbers of a sample.
 
-    Their key is derived from the run's seed, the `purpose` and the sample's ref. A `Filter` has another purpose than
-    `Encode`, so it gets different numbers for the same sample.
+    The key of these numbers is derived from the run's seed, the `purpose` and the sample's ref. A `Filter` has another
+    purpose than `Encode`, so it gets different numbers for the same sample.
     """
 
     def __init__(self, encoder: TaskEncoder, lane: Lane, *, check: float | None, purpose: str = "encode") -> None:
@@ -472,17 +475,17 @@ class KeyedEncoder:
         _warn_of_own_draws(encoder)
         self.declared = DeclaredSize(encoder)
         self.encoder, self._name = encoder, type(encoder).__name__
-        # 64-bit key of a source (`Ref.source`), from which those of its samples are derived
+        # returns the 64-bit key of a source (`Ref.source`), from which the keys of its samples are derived
         self.base: Callable[[int], int] = cache(partial(derive_key, lane.seed, purpose))
         self._open: FanOut | None = None  # open iterator of the part that was rebuilt last
 
     def due_encode(self) -> EncodeCall:
         """Return the function to encode the next samples with.
 
-        It is the encoder's own method if none of these samples is checked.
+        It is the encoder's own method if none of these samples is checked, and otherwise the purity check.
         """
-        due = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
-        return self.encode if due else self.unchecked
+        may_check = self.encode is not self.check or self.check.remaining > 0 or self.seeding.wants_second_run()
+        return self.encode if may_check else self.unchecked
 
     def encoded(self, sample: Sample) -> tuple[Any, Rng]:
         """Encode a sample, and return the result and its random numbers.
@@ -498,9 +501,9 @@ class KeyedEncoder:
             raise EncoderError(error) from error
 
     def opened(self, sample: Sample, part: int) -> tuple[tuple[Any, Rng], int]:
-        """Return (result, rng) of `encode`, and how many of its items are used.
+        """Return (result, rng) of `encode`, and how many of its items were taken.
 
-        An open iterator that rebuilt an earlier part of the sample is used again. Raises `EncoderError`.
+        The result is the open iterator if it has last rebuilt an earlier part of this sample. Raises `EncoderError`.
         """
         fan, self._open = self._open, None
         if fan is not None and fan.encoded and fan.count <= part and fan.sample.ref == sample.ref:
@@ -553,9 +556,9 @@ class FanOut:
         """
         if self.encoded is not None:
             return self._next(*self.encoded)
-        wanted = self.count
-        self.encoded, self.count = self._keyed.opened(self.sample, wanted)
-        if not hasattr(self.encoded[0], "__next__") or not self.pass_over(wanted):
+        part = self.count
+        self.encoded, self.count = self._keyed.opened(self.sample, part)
+        if not hasattr(self.encoded[0], "__next__") or not self.pass_over(part):
             raise CheckpointMismatchError(
                 f"Encode: {sample_name(self.sample)} yields fewer items than in the saved "
                 "run. Use its encoder, which must depend on the sample and `rng` alone."
@@ -565,7 +568,7 @@ class FanOut:
     def pass_over(self, parts: int) -> bool:
         """Skip items until `count` is `parts`. Returns False if there are fewer.
 
-        Items are not built if the iterator has `pass_over`.
+        The skipped items are not built if the encoder's iterator has a method `pass_over`.
         """
         assert self.encoded is not None
         items, rng = self.encoded
@@ -580,7 +583,7 @@ class FanOut:
         return self.count == parts
 
     def _next(self, items: Iterator[Any], rng: Rng) -> Any:
-        """Return the next item of the encoder's iterator, with random numbers of this part, or `DONE`."""
+        """Return the next of the encoder's `items`, with random numbers of this part, or `DONE` at the end."""
         rng.rekey((self.sample.index, self.sample.epoch, self.count))
         if self._keyed.seeding.seed is not None:
             self._keyed.seeding.seed(rng.key)
@@ -593,9 +596,9 @@ class FanOut:
 
 
 def part_of(ref: ItemRef | Ref) -> int:
-    """Return the number of the part in the ref of an item.
+    """Return `part` of the ref of an item: (index, epoch, part) or a `Ref`.
 
-    Raises `CheckpointMismatchError` if it is not such a ref.
+    Raises `CheckpointMismatchError` if `ref` is not such a ref.
     """
     if isinstance(ref, Ref):
         return ref.part
@@ -607,7 +610,7 @@ def part_of(ref: ItemRef | Ref) -> int:
 class DeclaredSize:
     """Sizes of items that an encoder declares.
 
-    It declares them by `length_of` and `images_of`, or by its length column. `known` is whether it does.
+    An encoder declares them by `length_of` and `images_of`, or by its length column. `known` is whether it does.
     """
 
     def __init__(self, encoder: TaskEncoder) -> None:
@@ -619,7 +622,7 @@ class DeclaredSize:
             raise ValueError(f"{type(encoder).__name__} has length_column and images. Add images_of.")
 
     def of(self, sample: Sample) -> Size | None:
-        """Return (length, images) of a sample's item, or None if they are unknown.
+        """Return the declared (length, images) of a sample's item, or None if unknown.
 
         Raises errors of the encoder.
         """
@@ -631,8 +634,8 @@ class DeclaredSize:
     def check(self, sample: Sample, element: Element, item: Any, declared: Size | None) -> None:
         """Raise `EncodeError` if the size of a built item differs from the declared one.
 
-        The size of a saved element is the declared one, except for one of several items of a sample, which a later
-        stage measured.
+        The size of a saved element is the declared one, unless the item is one of several of a sample. A later stage
+        has measured the size of such an item.
         """
         planned = declared or (element.sizes[0] if element.sizes and not hasattr(item, "__next__") else None)
         if planned is None or not self.known:

@@ -41,12 +41,12 @@ def check_encoder(stage: str, encoder: object) -> None:
 
 
 def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
-    """Return the encoder for a lane, which a function may build once per process.
+    """Return the encoder for a lane. A function builds the encoder once per process.
 
-    Raises ValueError if it is neither an encoder nor such a function.
+    Raises ValueError if `encoder` is neither an encoder nor a function that builds one.
     """
     if is_maker(encoder):
-        built = lane.shared(("encoder", encoder), lane.own(encoder))  # in threads, each lane has its own
+        built = lane.shared(("encoder", encoder), lane.own(encoder))  # each worker thread builds its own encoder
         check_encoder(stage, built)
         return cast(TaskEncoder, built)
     check_encoder(stage, encoder)
@@ -54,7 +54,7 @@ def lane_encoder(stage: str, encoder: object, lane: Lane) -> TaskEncoder:
 
 
 def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
-    """Return whether this is a function without required arguments.
+    """Return whether `encoder` is a function that can be called without arguments.
 
     Such a function may build an encoder.
     """
@@ -69,20 +69,21 @@ def is_maker(encoder: object) -> TypeGuard[Callable[[], Any]]:
 def seeding_of(encoder: TaskEncoder, lane: Lane, method: str = "encode") -> Seeding:
     """Return the seeding for calls of a method, or of the function of a `.map`.
 
-    All lanes of a process share it.
+    All lanes of a process share the seeding.
     """
-    function = encoder.function if isinstance(encoder, MappedFunction) else encoder
+    called = encoder.function if isinstance(encoder, MappedFunction) else encoder
     name = encoder_call(encoder) if method == "encode" else f"{type(encoder).__name__}.{method}"
     # torch's collation draws nothing
-    setting = False if method == "batch" and not overrides(encoder, "batch") else encoder.global_rng
-    key = ("seeding", id(function), method, setting)
-    return lane.shared(key, lambda: (Seeding(name, setting, in_thread=lane.in_thread), function))[0]
+    global_rng = False if method == "batch" and not overrides(encoder, "batch") else encoder.global_rng
+    key = ("seeding", id(called), method, global_rng)
+    # the value has a reference to `called`, so that no other object gets its id
+    return lane.shared(key, lambda: (Seeding(name, global_rng, in_thread=lane.in_thread), called))[0]
 
 
 class EncoderCalls:
     """Calls of an encoder's methods, for a stage that combines items.
 
-    Without `encoder`, it is the encoder upstream. Raises `EncodeError` if a method raises or returns a wrong result.
+    `encoder=None` uses the encoder upstream. Raises `EncodeError` if a method raises or returns a wrong result.
     """
 
     def __init__(
@@ -100,42 +101,48 @@ class EncoderCalls:
             raise ValueError(f"{stage}: {type(encoder).__name__} has no pack(items, rng). {fix}.")
         self.encoder = encoder
         self.is_upstream = encoder is upstream.encoder
-        self.packs_all = encoder.one_to_one and combine == "pack"  # no pack is skipped
+        self.packs_all = encoder.one_to_one and combine == "pack"  # whether `pack` may not return a `Skip`
         self.encoder_name = type(encoder).__name__
-        self._stage, self._lane, self._combine = stage, upstream.lane, combine
-        self._key: int | None = None
+        self._stage, self._lane, self._noun = stage, upstream.lane, combine
+        self._key: int | None = None  # computed at the first use
         self.has_images = overrides(encoder, "images")
-        self._combined = encoder.pack if combine == "pack" else encoder.batch
+        self._combine = encoder.pack if combine == "pack" else encoder.batch
         self._seeding = seeding_of(encoder, self._lane, combine)
 
     def settings(self) -> dict[str, Any]:
-        """Return the encoder's settings for the stage.
+        """Return the encoder's settings, to be added to the stage's settings.
 
-        They are empty for the encoder upstream, whose stage has them.
+        They are empty for the encoder upstream, because the stage upstream has them.
         """
         return {} if self.is_upstream else encoder_settings(self.encoder)
 
     def key(self, info: StageInfo) -> int:
         """Return the 64-bit key of the stage's random numbers."""
         if self._key is None:
-            self._key = info.key(self._combine)
+            self._key = info.key(self._noun)
         return self._key
 
     def combined(self, items: list[Any], number: int, info: StageInfo) -> Any:
-        """Return the pack or batch with this number, of these items."""
+        """Return the pack or batch of these items.
+
+        `number` is its number in the lane, by which its random numbers are keyed.
+        """
         rng = Rng(self.key(info), (number, 0, 0))
-        return self._seeding.call_alone(self._call, self._combined, self._combine, rng, items, info, self._seeding)
+        return self._seeding.call_alone(self._call, self._combine, self._noun, rng, items, info, self._seeding)
 
     def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:
-        """Return the result of a user's function for the items of a round of the lane."""
+        """Return the result of the user's function `select` for the items of a round.
+
+        `number` is the number of the round in the lane.
+        """
         rng, seeding = Rng(info.key("select"), (number, 0, 0)), seeding_of(self.encoder, self._lane, "select")
         return seeding.call_alone(self._call, select, "round", rng, items, info, seeding)
 
     def _call(self, call: Any, noun: str, rng: Rng, items: list[Any], info: StageInfo, seeding: Seeding) -> Any:
-        """Return the result of a call with items. Errors name the result by `noun`: "pack", "batch" or "round"."""
+        """Return `call(items, rng)`. Errors name the result by `noun`: "pack", "batch" or "round"."""
         status = info.lane.worker.status
         if status is not None:
-            status[0] = info.depth
+            status[0] = info.depth  # for the report if the worker dies in the call
         if seeding.seed is not None:
             seeding.seed(rng.key)
         try:
@@ -147,13 +154,13 @@ class EncoderCalls:
             name = "select" if noun == "round" else f"{self.encoder_name}.{noun}"
             if noun == "batch" and not overrides(self.encoder, "batch"):
                 name = "stacking items"
-            which = f", {noun} {rng.parts[0]} ({len(items)} items)"
+            which = f", {noun} {rng.parts[0]} ({len(items)} items)"  # its random numbers are keyed by its number
             raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, elements: Sequence[Element]) -> tuple[Size, ...] | None:
-        """Return the length and the number of images of each built item.
+        """Return (length, images) of each built item.
 
-        The result is None if the encoder has no `length`.
+        Returns None if the encoder has no `length` of its own.
         """
         if not overrides(self.encoder, "length"):
             return None
@@ -162,8 +169,8 @@ class EncoderCalls:
     def length(self, element: Element, *, least: int) -> int:
         """Return the length of a built item in tokens, which must be at least `least`."""
         try:
-            if element.measured is None or element.measured[0] is not self.encoder:  # called once for each value
-                element.measured = self.encoder, index(self.encoder.length(element.value))  # no integer of NumPy
+            if element.measured is None or element.measured[0] is not self.encoder:  # not yet by this encoder
+                element.measured = self.encoder, index(self.encoder.length(element.value))  # an int, not NumPy's
             return _at_least(least, element.measured[1])
         except Exception as error:
             raise self._error(f"{self.encoder_name}.length", error) from from_user_code(error)
@@ -172,9 +179,9 @@ class EncoderCalls:
         """Raise `CheckpointMismatchError` unless a rebuilt item has this size."""
         found = self.length(element, least=0), images if images is None else self.images(element.value)
         if found != (length, images):
-            at, name = (0, "length") if found[0] != length else (1, "images")
+            name, now, before = ("length", found[0], length) if found[0] != length else ("images", found[1], images)
             raise CheckpointMismatchError(
-                f"{self._stage}: an item has {name} {found[at]}, but had {(length, images)[at]} when the state was "
+                f"{self._stage}: an item has {name} {now}, but had {before} when the state was "
                 f"saved. Use the saved data and {self.encoder_name}, which must depend on the sample and `rng` alone."
                 f"\n  item {element.ref} of {self._lane}"
             )
@@ -202,9 +209,9 @@ class EncoderCalls:
         return part
 
     def value(self, function: str | Callable[[Any], Any], item: Any, checked: Callable[[Any], Any]) -> Any:
-        """Return `checked(result)` of a function for an item.
+        """Return `checked(function(item))`.
 
-        A str is the name of a method of the encoder.
+        A `function` that is a str is the name of a method of the encoder.
         """
         try:
             return checked(getattr(self.encoder, function)(item) if isinstance(function, str) else function(item))
@@ -213,7 +220,7 @@ class EncoderCalls:
             raise self._error(name, error) from from_user_code(error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
-        """Return an `EncodeError` that names the function, the stage and the lane."""
+        """Return an `EncodeError` that names the function, the stage with `which` call of it, and the lane."""
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )

@@ -40,7 +40,7 @@ def as_ref(ref: Any) -> ItemRef:
         ref: The ref, as lists or tuples.
 
     Raises:
-        CheckpointMismatchError: It is anything but numbers in lists.
+        CheckpointMismatchError: `ref` is not numbers in nested lists or tuples.
 
     Example:
         >>> custom.as_ref([[3, 0, 0], 0, 16])  # tokens 0 to 15 of the item of sample 3
@@ -54,24 +54,24 @@ def as_ref(ref: Any) -> ItemRef:
 def remaining_sizes(sizes: tuple[SizeT, ...] | None, ref: ItemRef, rest: ItemRef) -> tuple[SizeT, ...] | None:
     """Return the sizes of the items that remain in a pack, or None if unknown.
 
-    `sizes` are those of the pack `ref`, and `rest` is its ref without the lost items.
+    `sizes` has the sizes of all items of the pack `ref`. `rest` is the ref of the pack without the lost items.
     """
     if rest == ref or sizes is None:
         return sizes
     if len(sizes) != len(ref) - 1:
         return None
-    return tuple(size for part, size in zip(ref[1:], sizes, strict=True) if part in rest[1:])
+    return tuple(size for item, size in zip(ref[1:], sizes, strict=True) if item in rest[1:])
 
 
 def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
-    """Return the ref of an item or pack without some of its samples.
+    """Return the ref of an item or pack without the samples that are gone.
 
-    They are those for which `is_gone(index)` is True. The result is None if nothing remains. A ref in the form of a
-    user's own stage is returned unchanged, or dropped as a whole if one of its samples is gone.
+    These are the samples for which `is_gone(index)` is True. The result is None if nothing remains. A ref in the form
+    of a user's own stage is returned unchanged, or is None if one of its samples is gone.
     """
     inner = [part for part in ref if isinstance(part, tuple)]
     if not inner:
-        return None if is_gone(ref[0]) else ref
+        return None if is_gone(ref[0]) else ref  # (index, epoch, part)
     parts = [without(part, is_gone) for part in inner]
     if parts == inner:
         return ref
@@ -81,9 +81,9 @@ def without(ref: ItemRef, is_gone: Callable[[int], bool]) -> ItemRef | None:
 
 
 def batch_rows(ref: ItemRef) -> tuple[ItemRef, ItemRef]:
-    """Return the number of a batch as a tuple of one, and the refs of its rows.
+    """Return (number,) of a batch, and the refs of its rows.
 
-    The first tuple is empty if the batch of a user's own stage has no number.
+    The first tuple is empty for the batch of a user's own stage that has no number.
     """
     number = ref[:1] if ref and type(ref[0]) is int else ()
     return number, ref[len(number) :]
@@ -95,18 +95,18 @@ def sample_refs(ref: ItemRef) -> Iterator[ItemRef]:
     if not inner:
         yield ref
     for part in inner:
-        yield from (part,) if {*map(type, part)} == {int} else sample_refs(part)
+        yield from (part,) if {*map(type, part)} == {int} else sample_refs(part)  # no recursion for a sample's ref
 
 
 def sample_indices(ref: ItemRef) -> Iterator[int]:
     """Yield the index of each sample in an item, a pack or a batch."""
-    return (sample[0] for sample in sample_refs(ref))
+    return (sample_ref[0] for sample_ref in sample_refs(ref))
 
 
 class Element(msgspec.Struct, gc=False):
     """Ref, sizes and value of an item, a pack or a batch.
 
-    `counted_bytes` is how much of the memory budget its value takes. `measured` is (encoder, length) after
+    `counted_bytes` is how many bytes of the memory budget the value takes. `measured` is (encoder, length) after
     `encoder.length(value)` was called, so that no later stage calls it again.
     """
 

@@ -13,7 +13,7 @@ from savable_pipeline.data.media.clips import Clip, ClipIterator, Clips
 from savable_pipeline.stages.stage_settings import function_settings
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
-# types of those arguments of a `partial` that are settings
+# types of the arguments of a `partial` that settings have unchanged
 _PLAIN = (bool, int, float, str, bytes, type(None))
 LAMBDA = "<lambda>"
 
@@ -54,15 +54,15 @@ class MappedFunction(TaskEncoder):
 def encoder_call(encoder: TaskEncoder) -> str:
     """Return the name of the function that encodes, for messages.
 
-    It is "Captions.encode", or "f" for `.map(f)`.
+    Examples are "Captions.encode", and "f" for `.map(f)`.
     """
     return mapped_name(encoder.function) if isinstance(encoder, MappedFunction) else f"{type(encoder).__name__}.encode"
 
 
 def check_mapped(stage: str, function: object, *, most: int) -> int:
-    """Return with how many arguments to call a function, 1 to `most`.
+    """Return the number of arguments to call a function with: 1 to `most`.
 
-    Raises ValueError if that is impossible.
+    Raises ValueError, which names the `stage`, if the function takes none of these numbers of arguments.
     """
     if not callable(function) or isinstance(function, type | TaskEncoder):
         hint = ". Pass an encoder to .encode" if isinstance(function, TaskEncoder) else ""
@@ -73,31 +73,31 @@ def check_mapped(stage: str, function: object, *, most: int) -> int:
         return 1
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)
-    takes_more = any(each.kind == each.VAR_POSITIONAL for each in parameters)
+    takes_any = any(each.kind == each.VAR_POSITIONAL for each in parameters)
     keyword_only = [each for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
-    if not needed <= most or keyword_only or not (positional or takes_more):
-        names = "f(sample) or f(sample, rng)" if most == 2 else "f(item)"
-        raise ValueError(f"{stage} takes a function {names}, not {mapped_name(function)}{inspect.signature(function)}")
+    if needed > most or keyword_only or not (positional or takes_any):
+        forms = "f(sample) or f(sample, rng)" if most == 2 else "f(item)"
+        raise ValueError(f"{stage} takes a function {forms}, not {mapped_name(function)}{inspect.signature(function)}")
     return min(most, max(needed, 1))
 
 
 def mapped_settings(argument: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the settings of a function for a fingerprint.
+    """Return the settings of a function, by names that start with `argument`.
 
-    They are its name, or the class and `settings()` of a callable object, and the arguments of a `partial`. Arguments
-    that are not plain values are represented by their name or class.
+    They are the function's name, or the class and `settings()` of a callable object, and the arguments of a `partial`.
+    Arguments that are not plain values are represented by their name or class.
     """
     if not isinstance(function, partial):
         return {**function_settings(argument, function), argument: mapped_name(function)}
-    bound = {**{str(number): value for number, value in enumerate(function.args)}, **function.keywords}
-    plain = {f"{argument}.{name}": _plain(value) for name, value in bound.items()}
-    return {**mapped_settings(argument, function.func), **plain}
+    bound = {**{str(position): value for position, value in enumerate(function.args)}, **function.keywords}
+    bound_settings = {f"{argument}.{name}": _plain_value(value) for name, value in bound.items()}
+    return {**mapped_settings(argument, function.func), **bound_settings}
 
 
 def mapped_name(function: object) -> str:
     """Return the name of a function for messages and settings.
 
-    It is "<lambda>" for each lambda.
+    The name of every lambda is "<lambda>".
     """
     while isinstance(function, partial):
         function = function.func
@@ -105,12 +105,12 @@ def mapped_name(function: object) -> str:
     return LAMBDA if name.endswith(LAMBDA) else name
 
 
-def _plain(value: Any) -> Any:
-    """Replace values that are not plain, also within lists and dicts, by their name or class."""
+def _plain_value(value: Any) -> Any:
+    """Return a value, in which all that is not plain, also within lists and dicts, is replaced by its name or class."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain_value(each) for each in value]
     if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain_value(each) for name, each in value.items()}
     return value if isinstance(value, _PLAIN) else mapped_name(value)
 
 
@@ -140,14 +140,14 @@ class ClipEncoder(TaskEncoder):
         """Return an iterator over the clips of the sample."""
         video = sample.video(self.video if isinstance(self.video, str) else None) if self.video else None
         audio = sample.audio(self.audio if isinstance(self.audio, str) else None) if self.audio else None
-        return self.clips.of(video, rng, audio=audio, rate=self.rate, make=_fields)
+        return self.clips.of(video, rng, audio=audio, rate=self.rate, make=_clip_item)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the clips, and the parts of which they are taken."""
+        """Return the settings of the clips, and the parts that the clips are taken from."""
         return {**self.clips.settings(), "video": self.video, "audio": self.audio, "rate": self.rate}
 
 
-def _fields(clip: Clip) -> dict[str, Any]:
+def _clip_item(clip: Clip) -> dict[str, Any]:
     """Return a clip as a dict, without fields that are None."""
     fields = {"start_s": clip.start_s, "times_s": clip.times_s, "frames": clip.frames, "audio": clip.audio}
     return {name: value for name, value in fields.items() if value is not None}

@@ -41,28 +41,29 @@ def check_pipeline(pipeline: PipelineFunction) -> None:
 def named_pipeline(text: str) -> PipelineFunction:
     """Import and return the pipeline function that `text` names as "module:name".
 
-    Raises errors of `named_object`, and ValueError if the object is no pipeline function.
+    Raises errors of `named_object`, and ValueError if the object is not a pipeline function.
     """
     pipeline: PipelineFunction = named_object(text)
     check_pipeline(pipeline)
     return pipeline
 
 
-_SAMPLES_NAMED = 3  # most samples of a pack to name
+_MOST_NAMED = 3  # most samples of a pack to name
 
 
 def sample_names(stage: Stage, ref: ItemRef) -> str:
-    """Return text with key and shard of the first samples of an item or a pack.
+    """Return text that names the first samples of an item or a pack.
 
-    The number of further samples follows. `stage` is the stage that takes the item or pack from its source.
+    It has the key and shard of each, then the number of further samples. `stage` is the stage that takes the item or
+    pack from its source.
     """
     indices = list(dict.fromkeys(sample_indices(ref) if ref else ()))
-    named = []
-    for index in indices[:_SAMPLES_NAMED]:
+    names = []
+    for index in indices[:_MOST_NAMED]:
         with contextlib.suppress(Exception):  # an unreadable shard must not hide the error that the caller raises
-            named.append(sample_name(sample_of(stage, (index, 0, 0))))
-    more = f", and of {len(indices) - len(named)} more" if len(indices) > len(named) else ""
-    return "; ".join(named) + more
+            names.append(sample_name(sample_of(stage, (index, 0, 0))))  # the name is the same in all epochs
+    more = f", and of {len(indices) - len(names)} more" if len(indices) > len(names) else ""
+    return "; ".join(names) + more
 
 
 def sample_of(stage: Stage, ref: ItemRef) -> Sample:
@@ -70,12 +71,12 @@ def sample_of(stage: Stage, ref: ItemRef) -> Sample:
 
     `stage` is the stage that takes the item or pack from its source.
 
-    Raises StopIteration for the ref of another stage's elements, and errors of the reader.
+    Raises StopIteration if `ref` is that of another stage's element, and errors of the reader.
     """
-    first = next(sample_refs(ref))
-    tag = tag_of(first[0])
+    sample_ref = next(sample_refs(ref))
+    tag = tag_of(sample_ref[0])  # the first number is the sample's index
     reader = next(each for each in upstream(stage) if isinstance(each, RecordReader) and tag in each.info.tags)
-    return reader.fetch(first)
+    return reader.fetch(sample_ref)
 
 
 def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:
@@ -84,7 +85,10 @@ def datasets_of(stages: Iterable[Stage]) -> list[Dataset]:
 
 
 def verify_files(stages: Iterable[Stage], slot: int) -> None:
-    """Raise `ShardError` if a file that one of these stages reads has changed."""
+    """Raise `ShardError` if a file that one of these stages reads has changed.
+
+    `slot` is the position in the run of the batch that is yielded next.
+    """
     for dataset in datasets_of(stages):
         dataset.verify(slot)
     for stage in stages:
@@ -93,9 +97,9 @@ def verify_files(stages: Iterable[Stage], slot: int) -> None:
 
 
 def upstream(last: Stage) -> Iterator[Stage]:
-    """Yield all stages before a stage, and then the stage itself.
+    """Yield all stages before the stage `last`, and then `last` itself.
 
-    Each stage follows its sources.
+    Each stage comes after its sources.
     """
     for source in last.sources:
         yield from upstream(source)

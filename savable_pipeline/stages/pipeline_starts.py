@@ -32,7 +32,7 @@ from savable_pipeline.stages.readers.reader import check_samples
 from savable_pipeline.stages.readers.readers import Readable, reader_of
 from savable_pipeline.stages.stage import Stage
 
-_ADVICE = {
+_ADVICE = {  # advice by the name of an option that other libraries have; {} is the value of the option
     "batch_size": "Use .batch({}).",
     "buffer_size": "Use .shuffle({}).",
     "repeat": "Use epochs=.",
@@ -108,10 +108,10 @@ def read(
         files_from: The folder of these files. None: the folder of the table.
         format: The name of the files' format, such as "folder" or "jsonl". None: it is recognized.
         per_sample: A webdataset pipeline: your own stages that handle one sample at a time.
-        replace: A webdataset pipeline: your own stages, each with the stage of webdataset like which it is treated.
+        replace: A webdataset pipeline: your own stages, each with the stage of webdataset as which it is treated.
 
     Returns:
-        A pipeline of samples. An option that the files do not have raises ValueError when the pipeline is used.
+        A pipeline of samples. An option that does not apply to the files raises ValueError when the pipeline is used.
 
     Example:
         >>> samples = sp.read("shards/", shuffle=False)
@@ -125,13 +125,13 @@ def read(
     if is_webdataset(path):
         from savable_pipeline.stages.webdataset_chain import read_webdataset
 
-        chosen = unlike_defaults(read, options)
-        return read_webdataset(path, read, chosen, per_sample=per_sample, replace=replace or {})  # type: ignore[return-value]
+        changed = unlike_defaults(read, options)
+        return read_webdataset(path, read, changed, per_sample=per_sample, replace=replace or {})  # type: ignore[return-value]
     check_name("read", "split", split)
     check_samples("read", subset, block_size, window, on_error)
     check_epochs("read", epochs)
-    named: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
-    return SamplePipeline(PipelineStep("read", _read, (named,), unlike_defaults(read, options)))
+    source: Any = path if callable(path) or not isinstance(path, Iterable | os.PathLike) else as_names(path)
+    return SamplePipeline(PipelineStep("read", _read, (source,), unlike_defaults(read, options)))
 
 
 def is_webdataset(value: object) -> bool:
@@ -139,12 +139,12 @@ def is_webdataset(value: object) -> bool:
 
     Neither package is imported.
     """
-    kinds = type(value).__mro__ if not isinstance(value, type) else ()
-    return any(kind.__module__.split(".")[0] in ("webdataset", "wids") for kind in kinds)
+    classes = type(value).__mro__ if not isinstance(value, type) else ()
+    return any(each.__module__.split(".")[0] in ("webdataset", "wids") for each in classes)
 
 
 def _read(lane: Lane, one_pass: bool, path: Readable, **options: Any) -> Stage:
-    """Build the reader of one lane. `one_pass` is True without a loader, where a pipeline ends by default."""
+    """Build the reader of one lane. With `one_pass`, `epochs` is 1 by default instead of endless."""
     if one_pass and options.get("epochs") is None:
         options["epochs"] = 1
     return reader_of(path, lane, options)
@@ -162,9 +162,9 @@ def mixture(
     exclude: str | os.PathLike[str] | None = None,
     stride: int = 8,
 ) -> SamplePipeline:
-    """Start a pipeline of the datasets of a YAML file.
+    """Start a pipeline of the datasets that a YAML file lists.
 
-    The file has their weights or repetitions; see `custom.read_mixture`.
+    The file also has their weights or repetitions; see `custom.read_mixture`.
 
     Args:
         path: The YAML file.
@@ -194,7 +194,7 @@ def mixture(
 
 
 def _mixture(lane: Lane, one_pass: bool, path: Any, split: str | None, **options: Any) -> Stage:
-    """Build the `Blend` of one lane."""
+    """Build the `Blend` of one lane. With `one_pass`, it ends after one pass, unless its weights are a schedule."""
     from savable_pipeline.stages.blending.mixture_file import read_mixture  # imported late, because it imports yaml
 
     datasets = lane.shared(("mixture", str(path), split), lambda: read_mixture(path, split=split))
@@ -215,7 +215,7 @@ def blend(
         sources: Pipelines by name.
         weights: As for `sp.Blend`, like the other arguments.
         by: What is counted: "samples" or "tokens".
-        until: When it ends.
+        until: When the blend ends.
         stride: After how many draws the shares are exact.
 
     Returns:
@@ -230,14 +230,14 @@ def blend(
         >>> [sample.shard for sample in mixed.take(8)].count("0.tar")
         6
     """
-    kinds: set[type[Pipeline]] = {type(each) for each in sources.values()}
-    if len(kinds) != 1 or not kinds <= {SamplePipeline, ItemPipeline}:
+    classes: set[type[Pipeline]] = {type(each) for each in sources.values()}
+    if len(classes) != 1 or not classes <= {SamplePipeline, ItemPipeline}:
         found = {name: getattr(each, "_yields", type(each).__name__) for name, each in sources.items()}
         raise ValueError(f"blend takes a dict of pipelines, all of samples or all of items, not {found}")
     check_blend(sources, weights, by, until, stride)
     steps = {name: each.step for name, each in sources.items()}
-    kind: Any = kinds.pop()
-    return kind(PipelineStep.of(Blend, steps, weights=weights, by=by, until=until, stride=stride))  # type: ignore[no-any-return]
+    pipeline_class: Any = classes.pop()
+    return pipeline_class(PipelineStep.of(Blend, steps, weights=weights, by=by, until=until, stride=stride))  # type: ignore[no-any-return]
 
 
 def join(

@@ -42,14 +42,14 @@ from savable_pipeline.stages.stage import BatchStage, ItemStage, SampleStage, St
 from savable_pipeline.stages.stage_settings import check_function, short, tree
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
-ALONE = ""  # name of the only source of a step
+ALONE = ""  # name of the source of a step that has only one
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStep:
     """A step of a pipeline.
 
-    It builds a stage by `make(source, *arguments, **options)`.
+    It builds a stage by `make(source, *arguments, **options)`. `name` is for printing.
 
     If there are several `sources`, `make` gets a dict of stages by name. For the first step, the call is
     `make(lane, one_pass, *arguments, **options)`, where `one_pass` ends an otherwise endless source after one pass.
@@ -65,9 +65,9 @@ class PipelineStep:
     def of(
         cls, stage: Callable[..., Stage], sources: Mapping[str, PipelineStep], *arguments: Any, **options: Any
     ) -> Self:
-        """Return a step that builds a stage of this class.
+        """Return a step that builds its stage by calling `stage`.
 
-        Options with their default values are left out.
+        The step has only the options that differ from the defaults of `stage`.
         """
         return cls(stage.__name__, stage, arguments, unlike_defaults(stage, options), sources)
 
@@ -88,10 +88,10 @@ class PipelineStep:
 
         `label` is the name of this step among several sources.
         """
-        shown = [_shown(value) for value in self.arguments if value is not None]
-        shown += [f"{name}={_shown(value)}" for name, value in self.options.items()]
-        named = f"{label}: {self.name}" if label else self.name
-        return tree(f"{named}({', '.join(shown)})", [source.tree(name) for name, source in self.sources.items()])
+        arguments = [_argument_text(value) for value in self.arguments if value is not None]
+        arguments += [f"{name}={_argument_text(value)}" for name, value in self.options.items()]
+        title = f"{label}: {self.name}" if label else self.name
+        return tree(f"{title}({', '.join(arguments)})", [source.tree(name) for name, source in self.sources.items()])
 
 
 def unlike_defaults(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def unlike_defaults(function: Callable[..., Any], options: Mapping[str, Any]) ->
     }
 
 
-def _shown(value: Any) -> str:
-    """Format an argument. Functions and encoders are represented by their names."""
+def _argument_text(value: Any) -> str:
+    """Return the text of an argument for printing: of a function or an encoder its name."""
     if isinstance(value, MappedFunction):
         value = value.function
     if isinstance(value, TaskEncoder):
@@ -115,13 +115,13 @@ def _shown(value: Any) -> str:
 
 
 AnyPipeline = TypeVar("AnyPipeline", bound="Pipeline")
-_BUILD = "Build the item in the function of .map, from sample.image(), sample.json() or sample.text()."
+_BUILD_ADVICE = "Build the item in the function of .map, from sample.image(), sample.json() or sample.text()."
 _METHOD_ADVICE = {  # advice by the name of a method that other libraries have
     "repeat": "Pass epochs= to sp.read; without it, a loader never ends.",
     "with_epoch": "Pass epoch_slots= to sp.SavableLoader.",
-    "decode": _BUILD,
-    "rename": _BUILD,
-    "to_tuple": _BUILD,
+    "decode": _BUILD_ADVICE,
+    "rename": _BUILD_ADVICE,
+    "to_tuple": _BUILD_ADVICE,
     "collate": "Write batch(items, rng) of an sp.TaskEncoder.",
     "cache": "Pass cache= to sp.read.",
     "prefetch": "Pass workers=sp.Workers(prefetch=…) to sp.SavableLoader.",
@@ -132,9 +132,9 @@ _METHOD_ADVICE = {  # advice by the name of a method that other libraries have
 }
 
 
-def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a method of `Pipeline`, from its `locals()`, for a stage with the same arguments."""
-    return {name: value for name, value in arguments.items() if name != "self"}
+def _stage_options(method_locals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stage's options from the `locals()` of the method that adds the stage, which takes the same options."""
+    return {name: value for name, value in method_locals.items() if name != "self"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -142,12 +142,12 @@ class Pipeline:
     """A chain of steps that a loader builds for each lane.
 
     An example is `sp.read("shards/").shuffle(1000).map(f).batch(4)`. It is immutable, and can be pickled: encoders by
-    value, functions and classes by name. Iteration, at any point of the chain, is a single pass over the data without a
-    loader, to inspect the results. Train with `sp.SavableLoader(pipeline, seed=…)`. `print(pipeline)` shows the tree of
-    its stages.
+    value, functions and classes by name. To inspect its elements, iterate over it, at any point of the chain: this is a
+    single pass over the data without a loader. Train with `sp.SavableLoader(pipeline, seed=…)`. `print(pipeline)` shows
+    the tree of its stages.
 
     For a pipeline that is not a chain, write a function of a lane that builds the stages: see the page "Your own
-    stage". Batches and states of both are equal.
+    stage". A function that builds the same stages as a chain yields equal batches and states.
 
     Args:
         step: The last step, which has the steps before it. `sp.read` and the methods build it.
@@ -164,8 +164,8 @@ class Pipeline:
 
     step: PipelineStep
     """The last step, which has the steps before it."""
-    _yields: ClassVar[str] = ""
-    _advice: ClassVar[Mapping[str, str]] = {}
+    _yields: ClassVar[str] = ""  # kind of the elements, for messages
+    _advice: ClassVar[Mapping[str, str]] = {}  # advice by the name of a method that only other kinds of pipelines have
 
     def __call__(self, lane: Lane) -> Any:
         """Build the stages for a lane, and return the last one.
@@ -180,18 +180,18 @@ class Pipeline:
         return self.step.build(lane, one_pass=False)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the elements of a single pass over the data, in one lane with seed 0. Files are closed at its end."""
+        """Yield the elements of a single pass over the data, in one lane with seed 0. Its end closes the files."""
         shared: dict[Any, Any] = {}
         lane = Lane(worker=WorkerContext(shared=shared))
         try:
             with as_in_a_worker(set(KINDS)):
                 last = self.step.build(lane, one_pass=True)
             excluded = last.info.excluded if last.yields == "samples" else ()
-            done: Any = object()
+            end: Any = object()
             while True:
-                with as_in_a_worker(set(KINDS)):  # the caller's generators stay unchanged
-                    element: Any = next(last, done)
-                if element is done:
+                with as_in_a_worker(set(KINDS)):  # the caller's global generators stay unchanged
+                    element: Any = next(last, end)
+                if element is end:
                     return
                 if not excluded or element.index not in excluded:
                     yield element
@@ -204,7 +204,7 @@ class Pipeline:
         """Return the first elements of a pass, and close the files.
 
         Args:
-            n: The number of elements, or fewer if the pass has fewer.
+            n: The most elements to return. There are fewer only if the pass has fewer.
 
         Example:
             >>> [sample.key for sample in sp.read("shards/", shuffle=False).take(2)]
@@ -216,9 +216,9 @@ class Pipeline:
         """Return the number of elements of a single pass. Opens the files.
 
         Raises:
-            TypeError: It cannot be known before the elements are built.
+            TypeError: The number cannot be known before the elements are built.
         """
-        count = count_of(self.step.build(Lane(), one_pass=True), 0, 0)
+        count = count_of(self.step.build(Lane(), one_pass=True), lane=0, epoch=0)
         if count is None:
             raise TypeError(
                 "the length of this pipeline is not known. Only sp.read(...) alone has one; sp.SavableLoader(pipeline, "
@@ -235,6 +235,7 @@ class Pipeline:
     def _then(
         self, kind: type[AnyPipeline], stage: Callable[..., Stage], *arguments: Any, **options: Any
     ) -> AnyPipeline:
+        """Return a pipeline of the class `kind` with one more step, which builds its stage by calling `stage`."""
         return kind(PipelineStep.of(stage, {ALONE: self.step}, *arguments, **options))
 
     @overload
@@ -261,24 +262,24 @@ class Pipeline:
             >>> [sample.key for sample in sp.read("shards/", shuffle=False).then(Even).take(2)]
             ['s000000', 's000002']
         """
-        kinds = {BatchStage: BatchPipeline, ItemStage: ItemPipeline, SampleStage: SamplePipeline}
-        for base, kind in kinds.items():
+        pipeline_classes = {BatchStage: BatchPipeline, ItemStage: ItemPipeline, SampleStage: SamplePipeline}
+        for base, pipeline_class in pipeline_classes.items():
             if isinstance(stage, type) and issubclass(stage, base):
-                return kind(PipelineStep(stage.__name__, stage, arguments, options, {ALONE: self.step}))
+                return pipeline_class(PipelineStep(stage.__name__, stage, arguments, options, {ALONE: self.step}))
         raise ValueError(
             f".then takes a subclass of custom.SampleStage, custom.ItemStage or custom.BatchStage, not {stage!r}. "
             "Pass a function to .map or .filter."
         )
 
-    if not TYPE_CHECKING:  # a type checker knows the existing steps
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in self._advice:
                 raise AttributeError(f".{name} does not take {self._yields}. {self._advice[name]}")
             steps = [step for step in dir(type(self)) if step[0] != "_"]
-            meant = "" if name[0] == "_" else closest(name, steps, ".")
-            meant = f" {_METHOD_ADVICE[name]}" if name in _METHOD_ADVICE else meant
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{meant}")
+            hint = "" if name[0] == "_" else closest(name, steps, ".")
+            hint = f" {_METHOD_ADVICE[name]}" if name in _METHOD_ADVICE else hint
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
 
 class BatchPipeline(Pipeline):
@@ -292,7 +293,10 @@ class BatchPipeline(Pipeline):
 
 
 class ItemPipeline(Pipeline):
-    """A pipeline of items or of packs, which `.map` and `.encode` return."""
+    """A pipeline of items or packs.
+
+    `.map`, `.encode`, `.clips` and `.pack` return one.
+    """
 
     __slots__ = ()
     _yields = "items"
@@ -313,7 +317,7 @@ class ItemPipeline(Pipeline):
         return self._then(type(self), ShuffleBuffer, size=size, max_buffer_bytes=max_buffer_bytes)
 
     def filter(self, function: Callable[[Any], bool], *, on_error: OnError = "raise") -> Self:
-        """Drop items for which `function(item)` is false. They are counted as "filtered".
+        """Drop items for which `function(item)` is false, and count them as "filtered".
 
         Args:
             function: Returns whether to yield an item, which must depend on the item alone.
@@ -354,7 +358,7 @@ class ItemPipeline(Pipeline):
             max_buffer_bytes: The most bytes of items in all open packs of a process.
             encoder: Measures, cuts and packs items.
         """
-        options = _options(locals())
+        options = _stage_options(locals())
         check_packing(options)
         return self._then(ItemPipeline, OnlinePacker, **options)
 
@@ -369,7 +373,7 @@ class ItemPipeline(Pipeline):
             max_buffer_bytes: As for `sp.Balance`, like `encoder`.
             encoder: Measures items.
         """
-        options = _options(locals())
+        options = _stage_options(locals())
         check_count("Balance", "candidates", candidates)
         check_cost("Balance", cost)
         return self._then(ItemPipeline, Balance, **options)
@@ -397,7 +401,7 @@ class ItemPipeline(Pipeline):
         candidates: int = 32,
         encoder: TaskEncoder | None = None,
     ) -> BatchPipeline:
-        """Combine items of similar length or one group: `custom.BucketBatcher`.
+        """Combine items of similar length, or of one group: `custom.BucketBatcher`.
 
         Args:
             bounds: The greatest length of each bucket.
@@ -409,7 +413,7 @@ class ItemPipeline(Pipeline):
             candidates: The number of full batches in each lane for `same_bucket`.
             encoder: Measures items and builds the batches.
         """
-        options = _options(locals())
+        options = _stage_options(locals())
         check_count("BucketBatcher", "candidates", candidates)
         BucketSizes(bounds, size, max_tokens, grouped=group is not None)
         if group is not None and not isinstance(group, str):
@@ -457,7 +461,7 @@ class SamplePipeline(Pipeline):
             global_rng: See `TaskEncoder.global_rng`.
 
         Raises:
-            ValueError: It is not such a function.
+            ValueError: `function` is not such a function.
 
         Example:
             >>> even = sp.read("shards/", shuffle=False).filter(lambda sample: sample.json()["id"] % 2 == 0)

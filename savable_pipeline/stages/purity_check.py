@@ -25,8 +25,8 @@ from savable_pipeline.stages.mapped_function import encoder_call
 from savable_pipeline.stages.task_encoder import TaskEncoder
 
 T = TypeVar("T")
-_CHECKED_BY_DEFAULT = 8  # number of samples of a process, and of items of a sample, that are checked if `share` is None
-_LONGEST_S = 1.0  # if `share` is None, items that take longer are not built twice
+_CHECKED_BY_DEFAULT = 8  # if `share` is None, so many samples of a process, and items of a sample, are checked
+_LONGEST_S = 1.0  # if `share` is None, items that take longer than this are not built twice
 # Number of the random word that decides whether a sample is checked. `Rng.numpy` and similar methods use -1 to -3.
 _CHECK_WORD = -4
 
@@ -40,10 +40,11 @@ def check_share(share: float | None) -> None:
 class PurityCheck:
     """Replacement of `encoder.encode` that encodes a `share` of the samples twice.
 
-    It returns the same items, and raises `EncodeError` if the second one differs. The error names the `stage`.
+    It returns the first result of the encoder, and raises `EncodeError` if the second differs. The error names the
+    `stage`.
 
     If `share` is None, the first samples of a process are checked, except for those that take longer than a second.
-    Other samples are encoded twice if `seeding` needs it to find draws from global generators.
+    A sample that is not checked is encoded twice too if `seeding` needs that to find draws from global generators.
     """
 
     def __init__(self, stage: str, encoder: TaskEncoder, share: float | None, seeding: Seeding, lane: Lane) -> None:
@@ -65,14 +66,14 @@ class PurityCheck:
             return result
         self.remaining -= is_checked
         second_rng = rng.restarted()
-        if hasattr(result, "pass_over"):  # a wrapped iterator would lack this method
+        if hasattr(result, "pass_over"):  # the generator `_check_parts` would lack this method
             return result
         if hasattr(result, "__next__"):
             second_result = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
             return self._check_parts(sample, result, second_result, rng, second_rng)
         first_leaves = _leaves(result)
-        second = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
-        self._compare(sample, first_leaves, second)
+        second_result = self._repeat(sample, second_rng, lambda: self._encoder.encode(sample, second_rng))
+        self._compare(sample, first_leaves, second_result)
         return result
 
     def _check_parts(
@@ -84,12 +85,12 @@ class PurityCheck:
         `rng` before each part.
         """
         if not hasattr(second_result, "__next__"):
-            raise self._differs(sample, f"an iterator at first, {type(second_result).__name__} then")
-        for checked in count():
+            raise self._error(sample, f"an iterator at first, {type(second_result).__name__} then")
+        for number in count():
             started = time.perf_counter()
             part = next(result, _DONE)
             first_leaves = _leaves(part)
-            if checked >= self._most_parts or time.perf_counter() - started > self._longest_s:
+            if number >= self._most_parts or time.perf_counter() - started > self._longest_s:
                 if part is not _DONE:
                     yield from chain([part], result)
                 return
@@ -98,46 +99,46 @@ class PurityCheck:
             if part is _DONE and second_part is _DONE:
                 return
             if part is _DONE or second_part is _DONE:
-                raise self._differs(sample, f"another number of parts: {rng.parts[2]} once, more once")
+                raise self._error(sample, f"another number of parts: {rng.parts[2]} once, more once")
             self._compare(sample, first_leaves, second_part)
             yield part
 
     def _repeat(self, sample: Sample, rng: Rng, call: Callable[[], T]) -> T:
-        """Return `call()`. Seed the global generators by `rng` before, if they were seeded for the first call."""
+        """Return `call()`. If the global generators were seeded for the first call, they are seeded by `rng` again."""
         self._seeding.start_second_run()
         if self._seeding.seed is not None:
             self._seeding.seed(rng.key)
         try:
             return call()
         except Exception as error:
-            raise self._differs(sample, f"the second time it raised {type(error).__name__}: {error}") from error
+            raise self._error(sample, f"the second time it raised {type(error).__name__}: {error}") from error
 
-    def _compare(self, sample: Sample, first_leaves: list[tuple[str, Any]], result: Any) -> None:
-        """Raise `EncodeError` if the second `result` differs from the leaves of the first."""
-        difference, second_leaves = None, _leaves(result)
+    def _compare(self, sample: Sample, first_leaves: list[tuple[str, Any]], second_result: Any) -> None:
+        """Raise `EncodeError` if the second result differs from the first, which has the leaves `first_leaves`."""
+        difference, second_leaves = None, _leaves(second_result)
         with contextlib.suppress(Exception):  # values of any class may fail to be printed or compared
             if first_leaves and second_leaves:
                 difference = difference_of_leaves(first_leaves, second_leaves, has_a_value)
         if difference is not None:
-            raise self._differs(sample, str(difference))
+            raise self._error(sample, str(difference))
 
-    def _differs(self, sample: Sample, difference: str) -> EncodeError:
-        """Return the error for two results with this difference."""
+    def _error(self, sample: Sample, difference: str) -> EncodeError:
+        """Return the error for two results with this difference. From now on, all calls are seeded."""
         self._seeding.seed_from_now()
-        threads = "what another thread changes meanwhile, " if self._in_threads else ""
+        other_threads = "what another thread changes meanwhile, " if self._in_threads else ""
         return EncodeError(
             f"{encoder_call(self._encoder)} returned two results for one sample: {difference}. Use only the sample, "
-            f"settings and `rng`, not {threads}a clock or earlier calls, or pass check=0.0."
+            f"settings and `rng`, not {other_threads}a clock or earlier calls, or pass check=0.0."
             f"\n  stage {self._stage}, {sample_name(sample)}, {sample.location}, ref {tuple(sample.ref)}"
         )
 
 
 def _leaves(result: Any) -> list[tuple[str, Any]]:
-    """Return copies of the leaves of an item, or [] if copying fails."""
+    """Return (path, copy) of each leaf of an item, or [] if copying fails."""
     try:
         return copied_leaves(result, "item")
     except Exception:  # an item of any class may raise any error
         return []
 
 
-_DONE: Any = object()  # marks the end of an iterator
+_DONE: Any = object()  # what `next` returns at the end of an iterator

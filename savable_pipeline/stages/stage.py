@@ -28,18 +28,18 @@ from savable_pipeline.stages.stage_settings import called, tree
 State: TypeAlias = dict[str, Any]
 
 
-_OWN_STAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/own-stage.md"
+_OWN_STAGE_PAGE = "https://github.com/savable-pipeline/savable_pipeline/blob/main/docs/own-stage.md"
 
 
 def check_class(cls: type[Any]) -> None:
     """Raise TypeError if a stage class defines `__next__` without a `ref`."""
-    bases = cls.__mro__[:-2]  # without `Stage` and `object`
-    has_ref = any("ref" in vars(base) or "ref" in vars(base).get("__annotations__", ()) for base in bases)
+    classes = cls.__mro__[:-2]  # the class and its bases, without `Stage` and `object`
+    has_ref = any("ref" in vars(each) or "ref" in vars(each).get("__annotations__", ()) for each in classes)
     if "__next__" in vars(cls) and not has_ref:
         kinds = ("BatchStage", "SampleStage", "ItemStage")
-        kind = next((base.__name__ for base in bases if base.__name__ in kinds), "ItemStage")
+        kind = next((each.__name__ for each in classes if each.__name__ in kinds), "ItemStage")
         raise TypeError(
-            f"{cls.__name__} has no `ref`, so its elements cannot be rebuilt. See {_OWN_STAGE}\n"
+            f"{cls.__name__} has no `ref`, so its elements cannot be rebuilt. See {_OWN_STAGE_PAGE}\n"
             f"  To drop elements: class {cls.__name__}(custom.PassThrough, custom.{kind})\n"
             "  To hold or reorder them: set `self.ref` in `__next__`, such as to `self.source.ref`, and save the refs."
         )
@@ -55,19 +55,19 @@ class Stage:
     - `__init__(source)` calls `super().__init__(source)`, which stores the stage before it as `self.source`.
     - `__next__()` returns the next element, or raises StopIteration at the end.
     - `ref` is the ref of the element that `__next__` returned last. Set it in `__next__`. `self.source.ref` is the ref
-      of the source's last element. A stage that returns the elements of its source unchanged derives from `PassThrough`
-      too instead, and sets no `ref`.
-    - `fetch(ref)` rebuilds the element with this ref, identically. By default the source does. It returns a `Skip`
-      for an element that can no longer be built, which the caller must then drop.
+      of the source's last element. A stage that returns the elements of its source unchanged sets no `ref`: it also
+      derives from `PassThrough`.
+    - `fetch(ref)` rebuilds the element with this ref, identically. By default it calls `self.source.fetch(ref)`. It
+      returns a `Skip` for an element that can no longer be built, and the caller must then drop the element.
     - `save_state()` returns the stage's position as numbers, strings, bytes, lists and dicts, together with
       `self.source.save_state()`. Save refs, never contents: after a restore, `self.source.fetch(ref)`
       rebuilds a buffered element when it is needed.
     - `restore_state(state)` moves a fresh stage with the same settings, and its source, to the position of `state`.
       Tuples become lists; `fetch` accepts both, and `custom.as_ref` turns them into tuples.
-    - `settings()` returns every setting that changes the output. A state is only loaded if its settings are equal.
+    - `settings()` returns every setting that changes the output. A state is only loaded if it has equal settings.
 
-    Draw random numbers from `self.lane.rng("a name")`, whose position is saved with the lane. Store elements that the
-    stage has taken but not yet returned in a `custom.ItemBuffer`. The other methods have defaults.
+    Draw random numbers from `self.lane.rng("a name")`, whose position is saved with the lane. If the stage takes
+    elements before it returns them, store them in a `custom.ItemBuffer`. The other methods have defaults.
 
     Args:
         source: The stage before this one.
@@ -114,12 +114,13 @@ class Stage:
         self.source = source
 
     def _check_source(self, source: object, kind: type[Stage]) -> None:
-        """Raise ValueError unless `source` is a stage of this kind."""
+        """Raise ValueError unless `source` is a stage of this kind.
+
+        A `Filter` has the classes of all kinds, so `yields` decides between samples and items.
+        """
         if isinstance(source, kind) and (kind is Stage or (source.yields == "samples") == (kind is SampleStage)):
             return
-        found = repr(source)
-        if isinstance(source, Stage):
-            found = f"{type(source).__name__}, which yields {source.yields}"
+        found = f"{type(source).__name__}, which yields {source.yields}" if isinstance(source, Stage) else repr(source)
         raise ValueError(
             f"{type(self).__name__} takes a stage of {kind.yields} (custom.{kind.__name__}), not {found}. The order "
             "is reader, ShuffleBuffer, Encode, OnlinePacker, Batcher."
@@ -152,7 +153,7 @@ class Stage:
     def fetch(self, ref: Any) -> Any:
         """Rebuild an earlier element.
 
-        The result is a `Skip` if that is no longer possible.
+        Returns a `Skip` if the element can no longer be rebuilt.
 
         Args:
             ref: The ref of the element.
@@ -173,13 +174,13 @@ class Stage:
 
     @cached_property
     def info(self) -> StageInfo:
-        """Return the result of `describe`, which is called once."""
+        """Return the facts about this stage and its sources, which `describe` finds."""
         return self.describe()
 
     def describe(self) -> StageInfo:
-        """Return the facts of the source for this stage, with a depth larger by 1.
+        """Return the facts of the source, with a depth larger by 1.
 
-        It is called again after a `Blend` has named the branch.
+        `info` calls it at the first access, and again after a `Blend` has named the branch.
         """
         info = self.source.info
         return replace(info, depth=info.depth + 1, declared=False)
@@ -203,7 +204,7 @@ class SampleStage(Stage):
 
     It is a reader, a `ShuffleBuffer`, a `Blend` of such stages, or your own filter.
 
-    Samples that a reader excludes pass through it too; `Encode` leaves them out.
+    It also yields the samples that a reader excludes; `Encode` drops them later.
 
     Args:
         source: The stage before this one, of samples.
@@ -238,7 +239,7 @@ class SampleStage(Stage):
     def prefetch(self, refs: RefArray) -> None:
         """Start to download samples that a restored stage has in its buffer.
 
-        For local files it does nothing.
+        This does nothing for local files.
 
         Args:
             refs: The refs of the samples, REF (any,).
@@ -315,7 +316,7 @@ class BatchStage(ItemStage):
         return None
 
     def pass_over(self) -> bool:
-        """Skip the next batch, building only what is needed. Returns False at the end."""
+        """Skip the next batch, and build only what that needs. Returns False at the end."""
         return any(True for _ in self)
 
 
@@ -325,7 +326,7 @@ StructType = TypeVar("StructType", bound=msgspec.Struct)
 def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructType:
     """Return the state of a stage as a struct of the class `kind`.
 
-    Raises `CheckpointMismatchError` if the fields of the state are others.
+    Raises `CheckpointMismatchError` if the state does not have the fields of `kind`.
     """
     try:
         return msgspec.convert(state, kind)
@@ -336,9 +337,9 @@ def parse_state(stage: Stage, state: State, kind: type[StructType]) -> StructTyp
 
 
 def saved_refs(stage: Stage, raw: object) -> RefArray:
-    """Return the refs of samples that `raw` has as bytes: REF (n,).
+    """Return the refs of samples from their bytes in a state: REF (n,).
 
-    Raises `CheckpointMismatchError` if `raw` is no such bytes.
+    Raises `CheckpointMismatchError` if `raw` is anything else.
     """
     if not isinstance(raw, bytes) or len(raw) % REF.itemsize:
         found = f"{len(raw)} bytes" if isinstance(raw, bytes) else repr(raw)

@@ -13,7 +13,7 @@ class Skip:
     """Result of `TaskEncoder.encode` that drops and counts the sample.
 
     Args:
-        reason: The name under which it is counted.
+        reason: The name under which the sample is counted.
 
     Example:
         >>> class Large(sp.TaskEncoder):
@@ -63,10 +63,10 @@ class TaskEncoder:
     """
 
     thread_safe: bool = False
-    """Set it to True if several threads may call its methods at the same time; they then share one encoder."""
+    """Whether several threads may call the methods at the same time. The threads then share one encoder."""
 
     one_to_one: bool = False
-    """Set it to True if `encode` returns exactly one item for every sample, and `pack` skips none.
+    """Whether `encode` returns exactly one item for every sample, and `pack` never returns a `Skip`.
 
     A finite loader without packing then knows its length, and `loader.skip` does not encode.
     """
@@ -74,7 +74,7 @@ class TaskEncoder:
     length_column: str | None = None
     """The column of the Parquet or Arrow files that has the `length` of each sample's item, such as "n_tokens".
 
-    Only this column is read to choose packs, and `length_of` is not called. None: by `length_of`.
+    To choose packs, only this column is read, and `length_of` is not called. None: `length_of` returns the length.
     """
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
@@ -86,10 +86,10 @@ class TaskEncoder:
 
         Returns:
             One item, which is any value except None; or `Skip(reason)`; or an iterator of items (an object with
-            `__next__`; a list is one item). If it raises, `Encode(on_error=)` decides whether to skip the sample. An
-            iterator may have a method `pass_over(parts)`, which a resume in the middle of a sample calls. It skips
-            that many items without building them, and returns the number of skipped items. The random numbers of the
-            next item are the same as after building them.
+            `__next__`; a list is one item). If `encode` raises, `Encode(on_error=)` decides whether to skip the sample.
+            An iterator may have a method `pass_over(parts)`, which a resume in the middle of a sample calls. It skips
+            `parts` items without building them, and returns the number of skipped items. The random numbers of the next
+            item are the same as if the skipped items were built.
 
         Example:
             >>> class Captions(sp.TaskEncoder):
@@ -220,7 +220,7 @@ class TaskEncoder:
     def batch(self, items: list[Any], rng: Rng) -> Any:
         """Build a batch, by default like torch's `default_collate`.
 
-        It stacks tensors of equal shape.
+        The default stacks tensors of equal shape.
 
         Args:
             items: Items or packs, in order.
@@ -235,7 +235,7 @@ class TaskEncoder:
     def settings(self) -> dict[str, Any]:
         """Return every setting that changes items, packs or batches.
 
-        They are plain values. A saved state is only loaded with equal settings.
+        Their values are plain. A saved state is only loaded with equal settings.
 
         Example:
             >>> sp.TaskEncoder().settings()
@@ -252,11 +252,11 @@ def overrides(encoder: TaskEncoder, method: str) -> bool:
 def encoder_settings(encoder: TaskEncoder) -> dict[str, Any]:
     """Return an encoder's class and settings, to be added to a stage's settings.
 
-    Names of settings get the prefix "encoder.".
+    The encoder's settings get the prefix "encoder.".
     """
-    column = {} if encoder.length_column is None else {"length_column": encoder.length_column}
-    own = {f"encoder.{name}": value for name, value in {**column, **encoder.settings()}.items()}
-    return {"encoder": type(encoder).__qualname__, **own}
+    length_column = {} if encoder.length_column is None else {"length_column": encoder.length_column}
+    settings = {f"encoder.{name}": value for name, value in {**length_column, **encoder.settings()}.items()}
+    return {"encoder": type(encoder).__qualname__, **settings}
 
 
 class Decoded(TaskEncoder):
@@ -264,7 +264,7 @@ class Decoded(TaskEncoder):
 
     A batch is a dict of lists, with None for a missing part.
 
-    It draws no random numbers. To stack or crop, write your own encoder.
+    This encoder draws no random numbers. To stack or crop, write your own encoder.
 
     Example:
         >>> items = sp.Encode(sp.TarShardReader("shards/", sp.Lane(), shuffle=False), sp.Decoded())
@@ -281,15 +281,15 @@ class Decoded(TaskEncoder):
         return sample.decoded()
 
     def batch(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, list[Any]]:
-        """Return the values of all items, by extension."""
+        """Return by extension the list of all values, with None for a missing part."""
         names = dict.fromkeys(name for item in items for name in item)
         return {name: [item.get(name) for item in items] for name in names}
 
 
 def common_encoder(encoders: list[TaskEncoder | None]) -> TaskEncoder | None:
-    """Return the encoder that all sources share.
+    """Return the encoder that all sources share, or None if no source has one.
 
-    It is an `_AmbiguousEncoder` if they have different encoders.
+    Returns an `_AmbiguousEncoder` if the sources have different encoders.
     """
     return encoders[0] if all(encoder is encoders[0] for encoder in encoders) else _AmbiguousEncoder()
 
@@ -300,6 +300,7 @@ class _AmbiguousEncoder(TaskEncoder):
     global_rng = False
 
     def _raise(self, *_: Any) -> NoReturn:
+        """Raise ValueError. This replaces every method that stages after the `Blend` call."""
         raise ValueError("the sources of the Blend have several encoders. Choose one of them with encoder=.")
 
     length = images = cut = pack = batch = _raise  # type: ignore[assignment]

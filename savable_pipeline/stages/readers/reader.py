@@ -73,9 +73,9 @@ class ReaderSettings(TypedDict, total=False):
 class ReaderData:
     """Data that a reader reads, and how to open it.
 
-    `open(on_error=…, quarantine=…, unpacked_bytes=…)` opens the dataset that `named` identifies. Only the first lane of
-    a process calls it, for all readers with equal `kind`, `named` and `options` of the format. The run stores the list
-    of shards under the name `pinned_as`, which by default consists of these three fields.
+    `open(on_error=…, quarantine=…, unpacked_bytes=…)` opens the dataset that `named` identifies. It is called once per
+    process for all readers with equal arguments and equal `kind`, `named` and `options` of the format. The run stores
+    the list of shards under the name `pinned_as`, by default made of these three fields, `on_error` and `quarantine`.
     """
 
     kind: str
@@ -85,12 +85,12 @@ class ReaderData:
     pinned_as: str = ""
 
     def opened(self, lane: Lane, **settings: Any) -> tuple[Dataset, tuple[Any, ...]]:
-        """Open the dataset once for all readers of a process with equal arguments.
+        """Open the dataset, once for all readers of a process with equal arguments.
 
-        Returns the dataset, and its key among the objects that lanes share. `settings` are arguments of `open`.
+        Returns the dataset, and its key among the objects that lanes share. `settings` are the arguments of `open`.
         """
         key = (self.kind, self.named, *settings.values(), *self.options)
-        # the name must be the same in all processes, and the repr of a function in `on_error` is not
+        # the name must be the same in all processes, but the repr of a function in `on_error` is not
         constant = settings["on_error"] == "raise", settings["quarantine"]
         pinned_as = self.pinned_as or repr((self.kind, self.named, *constant, *self.options))
         return lane.shared(key, lambda: pin(self.open(**settings), pinned_as, lane.worker.pinned)), key
@@ -101,13 +101,13 @@ class ReaderData:
     ) -> ReaderData:
         """Return the data of files of a format. `settings` are those of its store.
 
-        Files of the Hub are read at the commit that the run has stored.
+        `cache` is (folder, most bytes). Files of the Hub are read at the commit that the run has stored.
         """
 
         def open_files(**reader_settings: Any) -> Dataset:
-            """Open the dataset, at the commit that the run has stored now."""
+            """Open the dataset, at the commit that the run has stored by then."""
             source = source_at(files, kind, lane, cache)
-            if source.session is not None:  # the run may have stored another commit since
+            if source.session is not None:  # the run may have stored another commit since `source` was found
                 source = replace(source, files=at_commit(files, lane.worker.pinned, source.session))
             return open_any(source, **reader_settings, **settings)
 
@@ -117,7 +117,7 @@ class ReaderData:
 def source_at(files: Names, kind: str, lane: Lane, cache: Cache = (None, None), settings: Iterable[str] = ()) -> Source:
     """Return the files with their recognized format, which is found once per process.
 
-    If `kind` is not empty, it must be their format.
+    If `kind` is not empty, the format must be this one. `settings` are the names of the user's settings.
     """
     key = "source", files, kind, cache
     return lane.shared(
@@ -136,9 +136,9 @@ def _number_of_store(store: RecordStore, lane: Lane) -> int:
     return next(number for number, each in enumerate(stores) if each is store)
 
 
-_STEPS = ("shuffle", "filter", "map", "encode", "batch", "take")  # methods of a pipeline value
-_REFS_AT_ONCE = 2048  # refs to compute at a time
-_DAMAGED = "rest of a damaged or missing shard"  # reason in the names of counters
+_STEP_NAMES = ("shuffle", "filter", "map", "encode", "batch", "take")  # methods of a pipeline value
+_REFS_AT_ONCE = 2048  # most refs to compute at a time
+_DAMAGED = "rest of a damaged or missing shard"  # reason in names of counters and in the quarantine file
 _EPOCH_LIMIT = 1 << 32  # number of epochs that a ref can express
 
 
@@ -160,27 +160,25 @@ class _ReaderState(msgspec.Struct):
     cut: SavedCount = 0
 
 
-class _TakesLane(ChunkedStage, SampleStage):
-    """Base of readers. Raises helpful errors if a reader is built without a lane or used like a pipeline value."""
+class _LaneReader(ChunkedStage, SampleStage):
+    """Base of readers. Its errors help if a reader is built without a lane or used like a pipeline value."""
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Self:
         """Raise TypeError if the second argument is not a lane."""
         lane = settings["lane"] if "lane" in settings else arguments[1] if len(arguments) > 1 else None
         if not isinstance(lane, Lane):
-            named = repr(arguments[0]) if arguments else "…"
-            raise TypeError(
-                f"{cls.__name__} needs a lane after {named}, not {lane!r}. Use sp.read({named}) without one."
-            )
+            data = repr(arguments[0]) if arguments else "…"
+            raise TypeError(f"{cls.__name__} needs a lane after {data}, not {lane!r}. Use sp.read({data}) without one.")
         return super().__new__(cls)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            fix = f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it" if name in _STEPS else ""
+            fix = f": sp.read(…).{name}(…) makes a chain, a class puts a stage around it" if name in _STEP_NAMES else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{fix}")
 
 
-class RecordReader(_TakesLane):
+class RecordReader(_LaneReader):
     """Samples of a record store for one lane.
 
     Parts of a sample are read on access.
@@ -266,44 +264,44 @@ class RecordReader(_TakesLane):
         )
         self.epochs, self.shuffles, self.window = check_epochs(name, epochs), shuffle, window
         self.has_default_blocks = shuffle and block_size is None
-        self._deals = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
+        self._deals_groups = self.has_default_blocks and self.dataset.store.row_groups(0) is not None
         self.block_size = BLOCK_SIZE if self.has_default_blocks else block_size
-        self._endless_lane = lane if self.epochs is None else None
-        self._rows, self._aligned = 1, False  # set by `set_batch_size`
+        self._endless_lane = lane if self.epochs is None else None  # counts samples without a batch
+        self._batch_rows, self._aligned = 1, False  # the arguments of `set_batch_size`, once it is called
         self._start_with(lane.facts.growth.get("", ()))
 
     def _start_with(self, growth: Sequence[tuple[int, int]]) -> None:
-        """Go to the start of the run's pass. `growth` has pairs (epoch, shards) if shards were added."""
+        """Go to the start of the run's pass. `growth` has pairs for `GrowingSamples` if shards were added."""
         self.samples = GrowingSamples(self.dataset, self.selection, growth)
         self._orders = self.lane.shared(
-            ("orders", *self.chosen, self.window, self._deals),
-            lambda: EpochOrders(self.dataset, self.window, deals=self._deals),
+            ("orders", *self.chosen, self.window, self._deals_groups),
+            lambda: EpochOrders(self.dataset, self.window, deals=self._deals_groups),
         )
         self._start_pass()
-        if self._deals:
+        if self._deals_groups:
             self._orders.groups_of(self.samples.of(self._epoch))  # logs a warning if groups are too large
 
     def _start_pass(self) -> None:
         """Go to the start of the pass.
 
-        Use the unit of shares of lanes that have already started the pass, otherwise the best one.
+        If other lanes have already started the pass, use the unit of their shares, and otherwise the best one.
         """
-        settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._rows, self._aligned)
+        settings = (self.epochs, self.shuffles, self.block_size, self.tag, self._batch_rows, self._aligned)
         shares = LaneShares(type(self).__name__, self.lane, self.samples, *settings).at_pass(self.lane.epoch)
-        chunk_size = self.lane.facts.chunk_sizes.get(self.branch)
-        self._shares = shares if chunk_size is None else shares.cut_by(chunk_size)
+        cut = self.lane.facts.chunk_sizes.get(self.branch)
+        self._shares = shares if cut is None else shares.cut_by(cut)
         self._move_to(shares.first_epoch, 0)
 
     def set_batch_size(self, rows: int, *, aligned: bool) -> None:
-        """Divide the samples among the lanes in whole batches of `rows`.
+        """Divide the samples among the lanes in whole batches of `rows` samples.
 
-        It is called before the first sample.
+        This is called before the first sample.
 
         Args:
             rows: The number of samples in a batch.
-            aligned: Whether each sample becomes one row.
+            aligned: Whether each sample becomes one row of a batch.
         """
-        self._rows, self._aligned = rows, aligned
+        self._batch_rows, self._aligned = rows, aligned
         self._start_pass()
         self._shares.warn_of_few(self.dataset.address, self.chosen)
 
@@ -324,10 +322,10 @@ class RecordReader(_TakesLane):
             raise CheckpointMismatchError(
                 f"{type(self).__name__}: epoch {epoch} is above {_EPOCH_LIMIT}. Use another copy of the checkpoint."
             )
-        self._begin, end = self._shares.span(self.lane.index, epoch)
-        self._length = end - self._begin
+        self._span_start, span_stop = self._shares.span(self.lane.index, epoch)
+        self._span_length = span_stop - self._span_start
         self._epoch = epoch
-        self._position = position  # position of the next ref to yield in the lane's share of the epoch
+        self._position = position  # position of the next ref in the lane's share of the epoch
         self._ahead = np.empty(0, REF)  # computed refs, of which the first `_used` are already yielded
         self._used = 0
         self._prefetched_to = position  # position up to which samples were prefetched
@@ -353,22 +351,22 @@ class RecordReader(_TakesLane):
             self._position += len(part)
             if self._endless_lane is not None and self._endless_lane.unused is not None:
                 self._endless_lane.unused += len(part)
-                self._shares.check_used(self._length)
+                self._shares.check_used(self._span_length)
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, REF)
 
     def _compute_refs(self) -> bool:
-        """Compute the next refs and prefetch their samples. Returns False at the end of the pass."""
-        while self._position == self._length:
+        """Compute the next refs, and prefetch their samples. Returns False at the end of the pass."""
+        while self._position == self._span_length:
             if self.epochs is not None and self._epoch + 1 - self._shares.first_epoch >= self.epochs:
                 return False
             self._move_to(self._epoch + 1, 0)
-        start, ahead = self._position, self.dataset.prefetch_refs
-        stop = min(start + min(_REFS_AT_ONCE, ahead or _REFS_AT_ONCE), self._length)
+        start = self._position
+        stop = min(start + min(_REFS_AT_ONCE, self.dataset.prefetch_refs or _REFS_AT_ONCE), self._span_length)
         if not start and not self.lane.index:
             self.count_faults()  # once per epoch, by the first lane
-        self._ahead = self._refs(start, stop)
+        self._ahead = self._refs_between(start, stop)
         self._used = 0
         self._prefetch_ahead()
         return True
@@ -381,40 +379,42 @@ class RecordReader(_TakesLane):
         self._omitted_prefetch = self.lane.skips
         if self._omitted_prefetch or not self.lane.worker.downloads:
             return
-        refs, ahead = self._ahead[self._used :], self.dataset.prefetch_refs
-        if not ahead:
+        refs, later = self._ahead[self._used :], self.dataset.prefetch_refs
+        if not later:
             self.dataset.prefetch(refs)
             return
-        begin, end = max(self._prefetched_to, self._position), min(self._position + len(refs) + ahead, self._length)
-        if begin < end:
-            self._prefetched_to = end
-            self.dataset.prefetch(self._refs(begin, end))
+        start = max(self._prefetched_to, self._position)
+        stop = min(self._position + len(refs) + later, self._span_length)
+        if start < stop:
+            self._prefetched_to = stop
+            self.dataset.prefetch(self._refs_between(start, stop))
 
-    def _refs(self, start: int, stop: int) -> RefArray:
+    def _refs_between(self, start: int, stop: int) -> RefArray:
         """Compute the refs at positions `start` to `stop - 1` of the lane's share of the epoch: REF (stop - start,)."""
         if self.shuffles:
             order = self._orders.of(self._shares, self._epoch, self.origin)
-            index = order.locate(self._begin + start, self._begin + stop)
+            positions = order.locate(self._span_start + start, self._span_start + stop)
         else:
-            index = self._shares.in_file_order(self._epoch, start, stop)
+            positions = self._shares.in_file_order(self._epoch, start, stop)
         refs = np.empty(stop - start, REF)
-        refs["index"] = self.samples.of(self._epoch).numbers(index) | (self.tag << TAG_SHIFT)
+        refs["index"] = self.samples.of(self._epoch).numbers(positions) | (self.tag << TAG_SHIFT)
         refs["epoch"] = self._epoch
         return refs
 
     def prefetch(self, refs: RefArray) -> None:
         """Start to download the samples with these refs.
 
-        It does nothing for local files, unless rows are decoded in groups: refs of a restored buffer are scattered, so
-        that readahead of a disk would cost a system call per ref.
+        This does nothing for local files, unless rows are decoded in groups. The refs of a restored buffer are
+        scattered, so readahead of a disk would cost a system call per ref.
         """
-        if self.lane.worker.downloads if self.dataset.prefetch_refs else self._deals:
+        is_useful = self.lane.worker.downloads if self.dataset.prefetch_refs else self._deals_groups
+        if is_useful:
             self.dataset.prefetch(refs)
 
     def count_of(self, lane: int, epoch: int) -> int | None:
-        """Return the number of samples of a lane in a pass.
+        """Return the number of samples of a lane in a pass, or None if unknown.
 
-        None if it never ends, or if damaged shards may be skipped.
+        It is unknown if the pass never ends, or if damaged shards may be skipped.
 
         Args:
             lane: The number of the lane.
@@ -424,7 +424,7 @@ class RecordReader(_TakesLane):
             return None
         shares = self.shares_of(epoch)
         spans = [shares.span(lane, shares.first_epoch + number) for number in range(shares.epochs_started)]
-        return sum(end - begin for begin, end in spans)
+        return sum(stop - start for start, stop in spans)
 
     def save_state(self) -> State:
         """Return the position of the reader.
@@ -439,14 +439,14 @@ class RecordReader(_TakesLane):
     def restore_state(self, state: State) -> None:
         """Return to the position in `state`, without reading a sample.
 
-        Raises `CheckpointMismatchError` if it is out of range.
+        Raises `CheckpointMismatchError` if the position is out of range.
         """
         saved: _ReaderState = parse_state(self, state, _ReaderState)
         self._shares = self._shares.cut_by(saved.cut)
         self._move_to(saved.epoch, saved.position)
-        if not 0 <= saved.position <= self._length:
+        if not 0 <= saved.position <= self._span_length:
             raise CheckpointMismatchError(
-                f"{type(self).__name__}: the state is at sample {saved.position} of {self._length}. Use the saved "
+                f"{type(self).__name__}: the state is at sample {saved.position} of {self._span_length}. Use the saved "
                 "shards and lanes."
             )
         self.lane.restore_state(saved.lane)
@@ -454,11 +454,11 @@ class RecordReader(_TakesLane):
     def settings(self) -> dict[str, Any]:
         """Return every argument that changes the data.
 
-        `shards` has name, number of samples and index hash of each shard, or of many shards their joint hashes (see
+        `shards` has name, number of samples and index hash of each shard, or joint hashes if there are many shards (see
         shard_digests.py). `exclude` is a hash of the indices of the excluded samples, and absent if there are none.
         `media` is a hash of the table of media, and absent if there is no table.
         """
-        excluded = self.exclude_file
+        exclude_file = self.exclude_file
         return {
             "split": self.split,
             "subset": self.subset,
@@ -466,11 +466,11 @@ class RecordReader(_TakesLane):
             "epochs": self.epochs,
             "shuffle": self.shuffles,
             "block_size": self.block_size,
-            "window": self.window if self.shuffles and not self._deals else None,
-            **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals else {}),
+            "window": self.window if self.shuffles and not self._deals_groups else None,
+            **({"decoded_bytes": self.dataset.store.decoded_bytes} if self._deals_groups else {}),
             "shards": summary(self.dataset.entries),
             **self.dataset.known_media.settings(),
-            **({"exclude": excluded.digest} if excluded is not None and excluded.indices else {}),
+            **({"exclude": exclude_file.digest} if exclude_file is not None and exclude_file.indices else {}),
         }
 
     def name_branch(self, name: str) -> None:
@@ -481,7 +481,7 @@ class RecordReader(_TakesLane):
         Args:
             name: The name of the source.
         """
-        vars(self).pop("info", None)
+        vars(self).pop("info", None)  # the next access describes the reader again
         self.branch = name
         self.tag = 1 + derive_key("branch", name) % (TAGS - 1)
         self.dataset.source_names[self.tag] = name
@@ -491,13 +491,13 @@ class RecordReader(_TakesLane):
     def last_epoch_read(self) -> int:
         """Return the last epoch of which the lane has read samples.
 
-        Before the first sample, it is the first epoch minus 1.
+        Before the first sample, this is the first epoch minus 1.
         """
-        return self._epoch if self._position or not self._length else self._epoch - 1
+        return self._epoch if self._position or not self._span_length else self._epoch - 1
 
     @property
     def population(self) -> int:
-        """Return the number of samples in the shards, or in the split and subset of them."""
+        """Return the number of samples in the shards, or in the chosen split and subset."""
         return self.dataset.count if self.selection is None else self.selection.count
 
     @property
@@ -526,9 +526,9 @@ class RecordReader(_TakesLane):
         return self.dataset.open_samples(refs, request=not self.lane.skips)
 
     def fetch(self, ref: ItemRef | Ref) -> Sample:
-        """Return the sample with this ref.
+        """Return the sample with this ref: (index, epoch, part) or a `Ref`.
 
-        Raises `CheckpointMismatchError` if there is none.
+        Raises `CheckpointMismatchError` if there is no such sample.
         """
         try:
             index, epoch = (ref.index | self.tag << TAG_SHIFT, ref.epoch) if isinstance(ref, Ref) else (ref[0], ref[1])
@@ -542,12 +542,12 @@ class RecordReader(_TakesLane):
     def count_faults(self) -> None:
         """Count the shards that could not be indexed completely.
 
-        They are added to the quarantine file.
+        They are also added to the quarantine file.
         """
-        for shard, fault in self.dataset.faults:
+        for shard, error in self.dataset.faults:
             self.counts.update(skip_counters(_DAMAGED, self.tag << TAG_SHIFT))
             if self.dataset.quarantine is not None:
-                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=fault)
+                self.dataset.quarantine.add(shard=shard, reason=_DAMAGED, detail=error)
 
     @property
     def sources(self) -> tuple[Stage, ...]:
@@ -556,13 +556,13 @@ class RecordReader(_TakesLane):
 
 
 def set_batch_size(stage: Stage, rows: int) -> None:
-    """Set the number of samples in a batch of the reader upstream of `stage`.
+    """Set the batch size of the reader upstream of `stage`, before the first sample.
 
-    This does nothing if a stage in between changes the number of elements unpredictably. Call it before the first
-    sample.
+    This does nothing if a stage in between changes the number of elements unpredictably.
     """
     aligned = True
     while (one_to_one := chunked(stage).one_to_one) is not None:
-        aligned, stage = aligned and one_to_one, stage.source
+        aligned = aligned and one_to_one
+        stage = stage.source
     if isinstance(stage, RecordReader):
         stage.set_batch_size(rows, aligned=aligned)

@@ -21,7 +21,7 @@ from savable_pipeline.data.stores.sample_names import Classes
 from savable_pipeline.stages.readers.reader import ReaderData, ReaderSettings, RecordReader, source_at
 
 _NOT_SAVED = {"cache", "cache_bytes", "files_from", "validate_hash"}  # options that do not change samples
-READERS: dict[str, type[FileReader]] = {}  # by name of the format
+READERS: dict[str, type[FileReader]] = {}  # reader by name of the format
 
 
 class FileReader(RecordReader):
@@ -43,18 +43,18 @@ class FileReader(RecordReader):
         if "__init__" in vars(cls) and cls.__module__ == __name__:
             signature, inherited = inspect.signature(cls.__init__), inspect.signature(RecordReader.__init__).parameters
             common = [inherited[name] for name in ReaderSettings.__annotations__]
-            parameters = [*list(signature.parameters.values())[:-1], *common]
+            parameters = [*list(signature.parameters.values())[:-1], *common]  # without `**settings`
             vars(cls)["__init__"].__signature__ = signature.replace(parameters=parameters)
 
     def __init__(self, files: Shards, lane: Lane, options: dict[str, Any], common: ReaderSettings) -> None:
         self.files = as_names(files)
-        self.options = _checked_options(type(self).__name__, self.kind, options)
+        self.options = _normalized_options(type(self).__name__, self.kind, options)
         store_settings = format_named(self.kind).settings
-        limit: Any = options.get("cache_bytes")
+        cache_bytes: Any = options.get("cache_bytes")
         settings = {name: value for name, value in self.options.items() if name in store_settings and value is not None}
-        cache = options.get("cache"), limit
-        if "blocks" in store_settings:  # rows are decoded in groups, so that `cache_bytes` limits decoded rows
-            settings["blocks"] = lane.shared(("decoded", limit), lambda: DecodedBlocks(limit))
+        cache = options.get("cache"), cache_bytes
+        if "blocks" in store_settings:  # rows are decoded in groups, and `cache_bytes` limits these groups
+            settings["blocks"] = lane.shared(("decoded", cache_bytes), lambda: DecodedBlocks(cache_bytes))
             cache = (None, None)
         key = tuple((name, repr(value)) for name, value in self.options.items())
         super().__init__(ReaderData.of_files(self.kind, self.files, lane, key, cache, **settings), lane, **common)
@@ -71,8 +71,8 @@ class FileReader(RecordReader):
         return {**super().settings(), **saved}
 
 
-def _checked_options(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with tuples for sequences. Raises ValueError for values that the format does not accept."""
+def _normalized_options(reader: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with sequences as tuples. Raises ValueError for values that the format does not accept."""
     checked = {**options}
     for name in ("columns", "file_fields", "classes"):
         if isinstance(checked.get(name), Iterable) and not isinstance(checked[name], str):
@@ -112,7 +112,7 @@ class TarShardReader(FileReader, kind="tar"):
         split: Name in `.nv-meta/split.yaml`, which also orders shards without `shuffle`. None: all samples.
         subset: Fraction of the samples (0.1), range of fractions (0.1, 0.3), or count. It is the same in every run;
             disjoint ranges have no common sample.
-        epochs: Epochs of a pass, 2.5 with half of the third. None: endless.
+        epochs: Epochs of a pass; 2.5 ends in the middle of the third. None: endless.
         shuffle: Permute shards and blocks in each epoch. False: deal blocks in file order to the lanes in turn.
         block_size: Samples that stay together. None: 8, or in file order the `Batcher`'s batch if each sample is one
             row (no packing, no `Blend`); only then batches come in file order.
@@ -156,7 +156,7 @@ class TarShardReader(FileReader, kind="tar"):
 
 
 class _TableReader(FileReader):
-    """Base of readers of tables whose rows are decoded in groups, with the options of these."""
+    """Base of readers of tables whose rows are decoded in groups, with the options that they have in common."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class ParquetReader(_TableReader, kind="parquet"):
 
     Each column is a part: strings and bytes unchanged, other values as JSON. A null is not a part. A column of structs
     of `bytes` and `path`, as HF `datasets` writes images and audio, is a part named by the path's extension, `jpg`, or
-    `COLUMN.jpg` if there are several. Its own name reads it too. Image bytes in a column `image` are named by the
+    `COLUMN.jpg` if there are several. The column's name reads it too. Image bytes in a column `image` are named by the
     detected format. A list of such structs makes the parts `0.jpg`, `1.jpg`, …. Folders such as `lang=en/` (Hive
     partitions) add parts. Row groups are decoded whole. Of remote files, only the chosen columns are fetched, into the
     cache of `sp.TarShardReader`. Needs pyarrow: `pip install "savable_pipeline[parquet]"`.
@@ -193,9 +193,10 @@ class ParquetReader(_TableReader, kind="parquet"):
         lane: The lane of the pipeline.
         columns: The columns to read. None: all.
         key: The column with a sample's key. None: the key is `FILE:ROW`.
-        ranges: Parts that are ranges of long audio or video files next to the table: by the name of each the columns of
-            path (from the table's folder on), start and end in seconds; None, and null, for the file's own start or
-            end. `{"audio": ("path", "start", "end")}` gives `sample.audio("audio")`. The files must be among `files`.
+        ranges: Parts that are ranges of long audio or video files next to the table. Each part's name is mapped to the
+            names of three columns: path (relative to the table's folder), start and end in seconds. A column None, or a
+            null, stands for the file's own start or end. With `{"audio": ("path", "start", "end")}`, a range is
+            `sample.audio("audio")`. The files must be among `files`.
         cache_bytes: The most bytes of decoded row groups, for all readers of a process with this value.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
@@ -301,7 +302,7 @@ class JsonlReader(FileReader, kind="jsonl"):
 
 
 class _RecordsReader(FileReader):
-    """Base of readers of records that name files, with the options of these."""
+    """Base of readers of records that name files, with the options that they have in common."""
 
     def __init__(
         self,
@@ -321,9 +322,9 @@ class CsvReader(_RecordsReader, kind="csv"):
 
     The order is that of `sp.TarShardReader`.
 
-    The part `json` is an object of the cells as strings, null for an empty one, as `savable convert` writes it. Files
-    that cells name are parts too, named by their suffix: `image` with `cats/1.jpg` is `jpg`. The first line names the
-    columns. The offsets of rows are indexed on first use.
+    The part `json` is an object of the cells as strings, null for an empty cell, as `savable convert` writes it. Files
+    that cells name are parts too, named by their suffix: `cats/1.jpg` in the column `image` is the part `jpg`. The
+    first line names the columns. The offsets of rows are indexed on first use.
 
     Args:
         files: A folder of only tables (with its subfolders), a glob, a brace pattern, one file, a URL, or a list of
@@ -479,8 +480,8 @@ class MdsReader(FileReader, kind="mds"):
 
     Mosaic Streaming writes such folders: shards, plain or in gz, bz2 or zstd, and the index.json that names
     them. The parts of a sample are those that `savable convert` writes: `json` with the columns of strings, numbers and
-    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or the detected format. A second one of a type
-    is `COLUMN.jpg`. A column of pickles is rejected.
+    JSON, and one for each image, array and bytes: `jpg`, `png`, `npy`, or the detected format. A second part with the
+    same name is `COLUMN.jpg` instead. A column of pickles is rejected.
 
     Args:
         folder: The folder with the index.json, or its URL (s3, gs, az, http, https, hf). For several see `sp.Blend`.
@@ -489,7 +490,7 @@ class MdsReader(FileReader, kind="mds"):
         cache_bytes: The most bytes of decompressed shards, for all readers of a process with this value. A compressed
             shard is decompressed whole, and is one row group: see `custom.ParquetReader`.
         validate_hash: An algorithm of hashes in index.json, as in Mosaic's readers: "sha1", "xxh64". Each shard is then
-            read whole when it is first opened, and must have this hash. None: no check.
+            read whole when it is first opened, and must have its hash in index.json. None: no check.
         **settings: As for `sp.TarShardReader`: `split`, `subset`, `epochs`, `shuffle`, `block_size`, `window`,
             `on_error`, `quarantine`, `exclude` and `unpacked_bytes`.
 
@@ -589,30 +590,29 @@ Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]
 def reader_of(path: Readable, lane: Lane, options: Mapping[str, Any]) -> RecordReader:
     """Return the reader of files of any format, or of a store.
 
-    If `path` is a function, it builds the store, once per process.
+    If `path` is a function, it builds a store, and is called once per process.
 
     Raises ValueError for an option that readers of such files do not have, and errors of the reader.
     """
     if callable(path):
         path = lane.shared(("store", path), path)
-    if hasattr(path, "address"):
-        return RecordReader(cast(RecordStore, path), lane, **_check_options("a store", RecordReader, options))
+    if hasattr(path, "address"):  # a store
+        return RecordReader(cast(RecordStore, path), lane, **_known_options("a store", RecordReader, options))
     names, cache = as_names(path), options.get("cache")
-    # without `cache`, `cache_bytes` may be the limit of decoded rows
+    # without `cache`, `cache_bytes` may be the limit of decoded rows instead of the cache
     cache_settings = cache, options.get("cache_bytes") if cache else None
-    own = {*options}.difference(ReaderSettings.__annotations__, ("cache", "cache_bytes", "format"))
-    source = source_at(names, options.get("format") or "", lane, cache_settings, sorted(own))
+    format_options = {*options}.difference(ReaderSettings.__annotations__, ("cache", "cache_bytes", "format"))
+    source = source_at(names, options.get("format") or "", lane, cache_settings, sorted(format_options))
     kind = source.format.name
     reader: Any = READERS.get(source.format.reader or kind) or type("FormatReader", (FormatReader,), {"kind": kind})
     options = {**source.settings, **{name: value for name, value in options.items() if name != "format"}}
     # the reader reuses the list of files from which the format was recognized
     lane.shared(("source", names, reader.kind, cache_settings), lambda: source)
-    opened: RecordReader = reader(names, lane, **_check_options(f"{names}: {kind} files", reader, options))
-    return opened
+    return cast(RecordReader, reader(names, lane, **_known_options(f"{names}: {kind} files", reader, options)))
 
 
-def _check_options(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options. Raises ValueError for an unknown one, where `files` describes the files in the message."""
+def _known_options(files: str, reader: type[RecordReader], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options. Raises ValueError if the reader does not have one of them; the message names `files`."""
     known = options_of(reader)
     unknown = [name for name in options if name not in known]
     if unknown:

@@ -72,7 +72,7 @@ def test_growing_endless_run_reads_each_epoch_like_a_run_on_its_shards(
     for epoch in range(found[-1][1] + 1):
         alone = reader(sizes[: shards_of(epoch, pairs)], lane, lanes, **how)
         alone._move_to(epoch, 0)
-        expected += [ref for ref in take_refs(alone, alone._length) if ref[1] == epoch]
+        expected += [ref for ref in take_refs(alone, alone._span_length) if ref[1] == epoch]
     assert found == expected[:250]
     stage = reader(sizes, lane, lanes, {"": pairs}, **how)
     stage.take(cut := draws.draw(st.integers(0, 200)))
