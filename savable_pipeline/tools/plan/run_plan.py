@@ -316,23 +316,23 @@ def _buffered_refs(stages: LaneStages) -> list[tuple[str, int]]:
 class WorkersNeeded:
     """Numbers of workers with which the loader keeps up with the trainers.
 
-    They are the workers of a rank and of a CPU node, and the number of these nodes.
+    They are the workers per rank and per CPU node, and the number of these nodes.
     """
 
-    a_rank: int
-    a_node: int
+    per_rank: int
+    per_node: int
     nodes: int
 
     @classmethod
-    def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """Compute the numbers from the seconds to build a batch and of a training step.
+    def of(cls, batch_s: float, step_s: float, *, ranks: int, workers_per_node: int) -> WorkersNeeded:
+        """Compute the numbers of workers from the seconds that a batch and a training step take.
 
-        `a_node` is the number of workers of a CPU node. Raises ValueError unless all are above 0.
+        `workers_per_node` is the number on a CPU node. Raises ValueError unless all three are above 0.
         """
-        if not (batch_s > 0 and step_s > 0 and a_node > 0):
+        if not (batch_s > 0 and step_s > 0 and workers_per_node > 0):
             raise ValueError("--batch-s, --step-s and --node-workers are given together, each more than 0")
-        per_rank = round(batch_s / step_s, 9)  # each rank needs one batch per step
-        return cls(math.ceil(per_rank), a_node, math.ceil(ranks * per_rank / a_node))
+        workers = round(batch_s / step_s, 9)  # fractional: each rank needs one batch per step
+        return cls(math.ceil(workers), workers_per_node, math.ceil(ranks * workers / workers_per_node))
 
 
 @dataclass(frozen=True)
