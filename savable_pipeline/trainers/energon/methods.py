@@ -209,11 +209,9 @@ class recording_subject:  # a class, because a generator would take three times 
 
 
 def subject_of(error: BaseException) -> Any:
-    """Return the sample or list of samples that was processed at an error.
+    """Return the sample, or the list of samples, whose processing raised an error.
 
-    The list is that of a pack or batch. Returns None if neither is known.
-
-    Energon's error handlers get this.
+    It is a list if a pack or batch was built, and None if it is unknown. Energon's error handlers get it.
     """
     return getattr(error, _SUBJECT, None)
 
