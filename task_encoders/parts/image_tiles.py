@@ -74,7 +74,7 @@ class ImageTiles(ABC):
             image: The image, of any size.
 
         Returns:
-            The tiles, whose sides have a multiple of `merge` patches.
+            The tiles. Each side is a multiple of `self.merge` patches, so of `self.unit` pixels.
 
         Raises:
             ValueError: There are no tiles for an image of this shape.
