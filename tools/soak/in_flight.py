@@ -43,7 +43,7 @@ class Numbers(sp.TaskEncoder):
         return sample.json()["id"], rng.integers(1 << 30)
 
     def length(self, item: Any) -> int:
-        return 1 + int(item[0]) % 5
+        return 1 + int(item[0]) % 5  # by the sample's number
 
     def pack(self, items: list[Any], rng: sp.Rng) -> Any:
         return items, rng.integers(1 << 30)

@@ -213,10 +213,11 @@ def train_and_kill(folder: Path) -> int:
 
 
 def in_flight(folder: Path, state: dict[str, Any]) -> list[int]:
-    """Return the prompts that are in flight in a state."""
+    """Return the prompts that are in flight in a state. A loader that resumes from it repeats them first."""
     prompts: list[int] = []
     with make_loader(folder, acknowledge=True) as loader:
         loader.load_state_dict(state)
+        # A receipt is (slot, row), or (-1, -1) for a prompt that was acknowledged before the save.
         while (batch := next(loader))["receipts"][:, 0].max() < state["slot"]:
             prompts += [int(p) for p, (slot, _) in zip(batch["prompt"], batch["receipts"], strict=True) if slot >= 0]
     return prompts
