@@ -322,8 +322,8 @@ def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
     passed = {name: settings[name] for name in _DECODER_ARGUMENTS if name in settings}  # type: ignore[literal-required]
     if not passed:
         return encoder.decoder
-    decoder, of_encoder = SampleDecoder(**passed), encoder.decoder
-    if of_encoder not in (None, DefaultTaskEncoder.decoder) and of_encoder.config() != decoder.config():
+    decoder, own_decoder = SampleDecoder(**passed), encoder.decoder
+    if own_decoder not in (None, DefaultTaskEncoder.decoder) and own_decoder.config() != decoder.config():
         raise ValueError(f"task_encoder has a decoder, and so has {', '.join(passed)}. Remove one.")
     return decoder
 

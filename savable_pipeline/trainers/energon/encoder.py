@@ -141,7 +141,7 @@ class FromEnergon(TaskEncoder):
         return item if type(item) is Skip else self._finished_item(item, key, rng)
 
     def _load_sample(self, sample: Sample) -> Any:
-        """Load a sample as Energon does, and call its cooker if it is crude, in Energon's words."""
+        """Load a sample as Energon does. If it is crude, which is Energon's word for raw parts, call its cooker."""
         leaf = self.sources.leaf_of(sample)
         raw = leaf.load(sample)
         with recording_subject(raw):
@@ -296,9 +296,7 @@ class FromEnergon(TaskEncoder):
 def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     """Return whether Energon continues after this error.
 
-    Only an error of the data or of the encoder counts.
-
-    Errors of the environment, such as a full disk, are never tolerated.
+    It continues after errors of the data and of the encoder, but not of the environment, such as a full disk.
     """
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
