@@ -220,7 +220,7 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
         for step in range(-WARM_STEPS, MEASURED_STEPS):
             if step == 0:
                 dist.barrier()
-                workers, started = cpu_seconds(os.getpid()) - time.process_time(), time.perf_counter()
+                workers_s, started = cpu_seconds(os.getpid()) - time.process_time(), time.perf_counter()
                 spent = {"next": 0.0, "read": 0.0}
             before = time.process_time()
             batch = next(loader)
@@ -235,7 +235,7 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
             time.sleep(STEP_SLEEP_S)
             wait()
         step_s = time.perf_counter() - started
-        workers = cpu_seconds(os.getpid()) - time.process_time() - workers
+        workers_s = cpu_seconds(os.getpid()) - time.process_time() - workers_s  # CPU time
         dist.barrier()
     # The control: the same steps without a loader. Each rank reads its last batch again.
     plain_s = timeit("batch.sum(); time.sleep(STEP_SLEEP_S); wait()", number=MEASURED_STEPS, globals=globals() | vars())
@@ -244,10 +244,10 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
         "a step": step_s / ranks,
         "a step of the control, without a loader": plain_s / ranks,
         "a step, in steps of the control": step_s / plain_s * MEASURED_STEPS / ranks,
-        "CPU time of workers": workers,
-        "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
+        "CPU time of workers": workers_s,
+        "CPU time of workers and of the first rank's next": workers_s + (0 if rank else spent["next"]),
         "CPU time of next": spent["next"],
-        "CPU time of workers, next and reading": workers + spent["next"] + spent["read"],
+        "CPU time of workers, next and reading": workers_s + spent["next"] + spent["read"],
     }
     results.put({name: value / MEASURED_STEPS for name, value in costs.items()})
 

@@ -63,7 +63,7 @@ class SampleChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChosenSamples:
-    """ChosenSamples samples: their indices in ascending order, by page.
+    """Chosen samples: their indices in ascending order, by page.
 
     `matching` is the number of samples that match, and `unread` the number that could not be read.
     """
