@@ -160,12 +160,12 @@ class KnownSizes(ChunkedStage, custom.ItemStage):
         if size is None:
             return []
         self.taken += 1
-        ref = (self.taken - 1, 0, 0)
+        ref = (self.taken - 1, 0, 0)  # index of the document, epoch, part
         length, _ = size
         return [Element(ref, length) if self._encoded else Element(ref, sizes=(size,))]
 
     def fetch(self, ref: Any) -> Any:
-        """Return the index of the document."""
+        """Return the index of the document, the first number of its ref."""
         return ref[0]
 
     def save_state(self) -> State:
