@@ -378,7 +378,7 @@ def _rebuild(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
     elif kind in ("pack", "batch"):
         rng_key, number, *item_keys = parts
         items = [_rebuild(encoder, samples, item_key) for item_key in item_keys]
-        rng = Rng(0, (number, 0, 0), 0, rng_key)
+        rng = Rng(0, (number, 0, 0), 0, rng_key)  # with this key, the base (the first 0) is not used
         _seed(rng_key)
         value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:
