@@ -45,8 +45,8 @@ def complete_state(
     """Add the lanes that no survivor has to the survivors' state.
 
     Missing lanes are taken from `last` and advanced to the survivors' slot in this process. That takes as long as
-    `skip` over the batches since `last`. Stages before `Encode` only count the samples that they skip. A packer
-    needs the lengths of its items, so these are encoded again.
+    `skip` over the batches since `last`. Stages before `Encode` only count the samples that they skip. A packer needs
+    the lengths of its items, so these are encoded again.
 
     Args:
         loader: A loader of the run. Its pipeline does the work, and its position does not change.
@@ -101,7 +101,7 @@ def complete_state(
         )
     # raises if a lane that must advance is missing or damaged
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
-    # `state` has entries for batches in flight, all of them empty
+    # `state` may have entries for batches in flight, but they are empty
     return {**without_flights(state), **_advance_lanes(loader, missing, last, state, facts)}
 
 

@@ -439,10 +439,10 @@ def _check_epoch_has_step(waiting: int, accumulated: int) -> None:
 def _last_step(args: Any, batches: TrainerLoader, repeats: int, saved: dict[str, Any]) -> int:
     """Return the `max_steps` at which `num_train_epochs` end, also if the number of ranks has changed.
 
-    The trainer computes `args.max_steps` as if all steps had its current number of ranks. Example: 3 epochs have 54
-    slots, and one rank has trained on 8 of them, in 8 steps. Two ranks then train on the other 46 in 23 steps, so the
-    run ends after 31 steps. The trainer would stop after 54 / 2 = 27. On the same number of ranks as before, the result
-    is `args.max_steps`.
+    The trainer counts the steps as if all had its current number of ranks. Example: 3 epochs have 54 slots, and one
+    rank has trained on 8 of them, in 8 steps. Two ranks then train on the other 46 in 23 steps, so the run ends after
+    31 steps. The trainer would stop after 54 / 2 = 27. On the same number of ranks as before, the result is
+    `args.max_steps`.
 
     `saved` is the trainer's saved state. The trainer takes each batch `repeats` times, see `_repeats_per_batch`.
     """
