@@ -326,7 +326,7 @@ class WorkersNeeded:
 
     @classmethod
     def of(cls, batch_s: float, step_s: float, *, ranks: int, workers_per_node: int) -> WorkersNeeded:
-        """Compute the numbers of workers from the seconds that a batch and a training step take.
+        """Compute the workers from the seconds that a batch and a training step take.
 
         `workers_per_node` is the number on a CPU node. Raises ValueError unless all three are above 0.
         """
