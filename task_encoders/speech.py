@@ -112,11 +112,11 @@ class SpeechEncoder(TaskEncoder):
         speed = rng.choice(self.speeds) if len(self.speeds) > 1 else self.speeds[0]
         with sample.audio(part) as audio:
             duration_s, rate = audio.duration_s, round(RATE / speed)
-            if reason := self._skip_reason(_count_samples(duration_s, rate)):
+            if reason := self._skip_reason(_count_audio_samples(duration_s, rate)):
                 return Skip(reason)
-            samples = audio.samples(0.0, duration_s, rate=rate, mono=True)[0]
-        frames = -(-len(samples) // HOP)
-        features = log_mel(samples, bins=self.bins, frames=self.frames or frames)
+            waveform = audio.samples(0.0, duration_s, rate=rate, mono=True)[0]  # the only channel
+        frames = -(-len(waveform) // HOP)
+        features = log_mel(waveform, bins=self.bins, frames=self.frames or frames)
         if self.masks is not None:
             features[:, :frames] = self.masks(features[:, :frames], rng)
         return {"features": torch.from_numpy(features), "frames": frames, **document(tokens)}
@@ -137,8 +137,8 @@ class SpeechEncoder(TaskEncoder):
         header = sample.media(part)
         if header.duration_s is None or header.width is not None:  # a video's audio may have another duration
             return None
-        sample_count = _count_samples(header.duration_s, round(RATE / self.speeds[0]))
-        return None if self._skip_reason(sample_count) else -(-sample_count // HOP)
+        audio_length = _count_audio_samples(header.duration_s, round(RATE / self.speeds[0]))
+        return None if self._skip_reason(audio_length) else -(-audio_length // HOP)
 
     def pack(self, items: list[dict[str, Any]], rng: Rng) -> dict[str, Any]:
         """Build one pack of n items.
@@ -181,14 +181,14 @@ class SpeechEncoder(TaskEncoder):
             "masks": self.masks and self.masks.settings(),
         }
 
-    def _skip_reason(self, sample_count: int) -> str:
-        """Return the reason to skip audio of `sample_count` samples at 16 kHz, or ""."""
-        seconds = sample_count / RATE
+    def _skip_reason(self, audio_length: int) -> str:
+        """Return the reason to skip audio of this length, in audio samples at 16 kHz, or ""."""
+        seconds = audio_length / RATE
         return "too short" if seconds < self.min_s else "too long" if seconds > self.max_s else ""
 
 
-def _count_samples(duration_s: float, rate: int) -> int:
-    """Return how many samples `Audio.samples` returns for a duration.
+def _count_audio_samples(duration_s: float, rate: int) -> int:
+    """Return how many audio samples `Audio.samples` returns for a duration.
 
     Arithmetic with fractions makes `length_of` exact.
     """

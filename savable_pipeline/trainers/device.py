@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_AHEAD = 1
+_AHEAD = 1  # batches that are moved before the trainer asks for them
 
 
 class OnDevice:
@@ -226,7 +226,7 @@ class _Progress(NamedTuple):
     def with_batch(self, transfer: _Transfer, after: Position) -> _Progress:
         """Return this progress with one more batch ahead.
 
-        `position` is the loader's position after this batch.
+        `after` is the loader's position after this batch.
         """
         return self._replace(ahead=(*self.ahead, (transfer, after)))
 
@@ -245,7 +245,7 @@ class _SharedProgress:
 class _Transfer:
     """Transfer of a batch to the device.
 
-    An object whose move could not be started is unchanged, so `start` can be called again.
+    If the move cannot be started, the object stays unchanged, so `start` can be called again.
     """
 
     def __init__(self, batch: Any, move: Callable[[Any], Callable[[], Any]]) -> None:

@@ -45,13 +45,13 @@ def complete_state(
     """Add the lanes that no survivor has to the survivors' state.
 
     Missing lanes are taken from `last` and advanced to the survivors' slot in this process. That takes as long as
-    `skip` over the batches since `last`. Stages before `Encode` only count, but a packer needs the lengths of its
-    items, so these are encoded again.
+    `skip` over the batches since `last`. Stages before `Encode` only count the samples that they skip. A packer needs
+    the lengths of its items, so these are encoded again.
 
     Args:
         loader: A loader of the run. Its pipeline does the work, and its position does not change.
-        survivors: The survivors' states, all at one slot: `state_dict()`, or with `lag=1` for a rank that took a batch
-            that no rank has trained on.
+        survivors: The survivors' states, all at one slot. Each is `state_dict()`, or `state_dict(lag=1)` of a rank that
+            took one batch that no rank has trained on.
         last: An earlier state of the same run with all lanes, from `global_state_dict()` or a checkpoint.
         lanes: The lanes that are needed, such as `range(rank, lanes of the loader, world_size)` for the rank that loads
             the state. None (default): all.
@@ -80,7 +80,7 @@ def complete_state(
     """
     reject_acknowledging(loader)
     state = merge_states(survivors)
-    check_flat(last)
+    check_flat(last)  # `merge_states` has checked the others
     if last["lanes"] != state["lanes"] or not are_of_one_run(last["fingerprint"], state["fingerprint"]):
         name = "number of lanes" if last["lanes"] != state["lanes"] else "fingerprint"
         raise CheckpointMismatchError(f"the last state is of another run, with another {name}. Pass one of this run.")
@@ -94,12 +94,14 @@ def complete_state(
     needed = range(state["lanes"]) if lanes is None else lanes
     missing = [lane for lane in needed if lane_name(lane) not in state]
     facts = read_facts(state)
-    decisions = facts.decisions
-    if missing and decisions and (last["epoch"] != state["epoch"] or read_facts(last).decisions != decisions):
+    reconfigured = facts.decisions  # settings that `reconfigure` has changed
+    if missing and reconfigured and (last["epoch"] != state["epoch"] or read_facts(last).decisions != reconfigured):
         raise CheckpointMismatchError(
-            f"the last state is older than a reconfigure, or of an earlier epoch: {decisions}. Pass a later one."
+            f"the last state is older than a reconfigure, or of an earlier epoch: {reconfigured}. Pass a later one."
         )
+    # raises if a lane that must advance is missing or damaged
     read_lanes(last, missing if last["epoch"] == state["epoch"] else ())
+    # `state` may have entries for batches in flight, but they are empty
     return {**without_flights(state), **_advance_lanes(loader, missing, last, state, facts)}
 
 

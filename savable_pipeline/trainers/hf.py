@@ -198,7 +198,7 @@ class SavableDataMixin:
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint. True: the newest complete one. None (default) or False:
-                start from the start.
+                start at the first batch.
             *args: As for the trainer.
             **kwargs: As for the trainer.
 
@@ -439,27 +439,30 @@ def _check_epoch_has_step(waiting: int, accumulated: int) -> None:
 def _last_step(args: Any, batches: TrainerLoader, repeats: int, saved: dict[str, Any]) -> int:
     """Return the `max_steps` at which `num_train_epochs` end, also if the number of ranks has changed.
 
-    The trainer assumes that all steps had its own number of ranks. Example: 3 epochs of 18 slots, of which one rank
-    did 8, are 8 steps of one slot and 23 of two, so 31 steps, but the trainer would stop at 27. On the same number of
-    ranks as before, the result is `args.max_steps`. `saved` is the trainer's saved state.
+    The trainer counts the steps as if all had its current number of ranks. Example: 3 epochs have 54 slots, and one
+    rank has trained on 8 of them, in 8 steps. Two ranks then train on the other 46 in 23 steps, so the run ends after
+    31 steps. The trainer would stop after 54 / 2 = 27. On the same number of ranks as before, the result is
+    `args.max_steps`.
+
+    `saved` is the trainer's saved state. The trainer takes each batch `repeats` times, see `_repeats_per_batch`.
     """
-    taken = batches.yielded_of_epoch if args.max_steps <= 0 else None
-    if taken is None:
+    batches_done = batches.yielded_of_epoch if args.max_steps <= 0 else None
+    if batches_done is None:
         return int(args.max_steps)
     epoch_steps = math.ceil(repeats * len(batches) / args.gradient_accumulation_steps)
     all_steps = math.ceil(args.num_train_epochs * epoch_steps)
     if saved["max_steps"] == all_steps and repeats == 1:
         return int(args.max_steps)
-    done_steps = batches.epoch * epoch_steps + math.ceil(repeats * taken / args.gradient_accumulation_steps)
-    last: int = saved["global_step"] + all_steps - done_steps
-    if last != all_steps:
+    done_steps = batches.epoch * epoch_steps + math.ceil(repeats * batches_done / args.gradient_accumulation_steps)
+    last_step: int = saved["global_step"] + all_steps - done_steps
+    if last_step != all_steps:
         log.warning(
-            "resumed with other ranks, or between two generations. %s epochs end after step %d, not %d.",
+            "the number of ranks has changed, or TRL's generations are repeated. %s epochs end after step %d, not %d.",
             args.num_train_epochs,
-            last,
+            last_step,
             all_steps,
         )
-    return last
+    return last_step
 
 
 def start_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:

@@ -197,9 +197,9 @@ def _mixing_reason(config: Any) -> str | None:
     decoder = MODEL_MAPPING.get(type(text), None)
     if decoder is None or (text is not config and config.model_type not in _MEDIA_CONVERTERS):
         return "how it attends is not known here"
-    other = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if getattr(decoder, "_is_stateful", False) or other:
-        return f"it has layers that carry a state over tokens ({', '.join(sorted(other)) or decoder.__name__})"
+    stateful = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if getattr(decoder, "_is_stateful", False) or stateful:
+        return f"it has layers that carry a state over tokens ({', '.join(sorted(stateful)) or decoder.__name__})"
     has_borders = "flash" in attention and getattr(decoder, "_supports_attention_backend", False)
     if attention not in _MASKED_ATTENTION and not has_borders:
         return f"its attention {attention!r} does not learn where documents begin"
@@ -247,10 +247,10 @@ def _media_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 def _advice_for(field: str) -> str:
     """Return advice, for a message, about a media field that the model does not take."""
-    able = ", ".join(name for name, fields in _MEDIA_CONVERTERS.items() if field in fields)
+    models = ", ".join(name for name, fields in _MEDIA_CONVERTERS.items() if field in fields)
     if field == "image":
-        return f"Use ChatEncoder or InterleavedEncoder with vision=Vision(...), or one of these models: {able}"
-    return f"Use one of these models: {able}" if able else "Remove it from the batch"
+        return f"Use ChatEncoder or InterleavedEncoder with vision=Vision(...), or one of these models: {models}"
+    return f"Use one of these models: {models}" if models else "Remove it from the batch"
 
 
 def _patch_inputs(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:

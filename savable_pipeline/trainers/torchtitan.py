@@ -125,7 +125,7 @@ def _ranks(rank: int, world_size: int) -> Ranks:
     """Return `Ranks` for a loader whose batches are shared by all processes of its data-parallel rank. Collective."""
     if not dist.is_initialized():
         return Ranks(rank, world_size)
-    ranks = [0] * dist.get_world_size()  # the data-parallel rank of each process
-    dist.all_gather_object(ranks, rank)
-    peers = [[process for process, own in enumerate(ranks) if own == each] for each in range(world_size)]
-    return Ranks.of((rank, world_size), share=dist.new_subgroups_by_enumeration(peers)[0])  # type: ignore[arg-type]
+    rank_of_process = [0] * dist.get_world_size()  # the data-parallel rank of each process
+    dist.all_gather_object(rank_of_process, rank)
+    groups = [[process for process, own in enumerate(rank_of_process) if own == each] for each in range(world_size)]
+    return Ranks.of((rank, world_size), share=dist.new_subgroups_by_enumeration(groups)[0])  # type: ignore[arg-type]

@@ -331,8 +331,8 @@ class BetweenSteps(TrainerLoader):
     Args:
         loader: The loader to wrap.
         to_device: As for `TrainerLoader`.
-        counts: Returns how many batches the trainer has begun, and how many it accumulates for a step.
-        condition: When it may save, for the error.
+        counts: Returns how many batches the trainer has started to train on, and how many it accumulates for a step.
+        condition: The condition for saving, for the error message.
     """
 
     def __init__(self, loader: SavableLoader, to_device: Any, counts: Callable[[], Any], condition: str) -> None:
@@ -342,10 +342,10 @@ class BetweenSteps(TrainerLoader):
     def check(self) -> None:
         """Raise `SavableError` also in the middle of a gradient accumulation."""
         super().check()
-        begun, steps = self._counts()
-        if done := begun % steps:
+        begun, step_size = self._counts()
+        if done := begun % step_size:
             raise SavableError(
-                f"the gradients of {done} of {steps} batches would be lost. Save only where {self._condition}."
+                f"the gradients of {done} of {step_size} batches would be lost. Save only where {self._condition}."
             )
 
 

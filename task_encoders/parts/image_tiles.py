@@ -33,8 +33,8 @@ class ImageTiles(ABC):
 
     `NativeSize`, `Buckets`, `Tiles` and `SplitTiles` are subclasses. You can write your own.
 
-    A subclass defines `tiles(image)`, a list of images whose sides have a multiple of `merge` whole patches. Pixels at
-    the right and the bottom that fill no patch are dropped, as by a model's convolution.
+    A subclass defines `tiles(image)`, a list of images. The number of whole patches along each side is a multiple of
+    `merge`. Pixels at the right and the bottom that fill no patch are dropped, as by a model's convolution.
 
     Args:
         patch: The side of a patch, in pixels.
@@ -74,7 +74,7 @@ class ImageTiles(ABC):
             image: The image, of any size.
 
         Returns:
-            The tiles, whose sides have a multiple of `merge` patches.
+            The tiles. The number of whole patches along each side is a multiple of `self.merge`.
 
         Raises:
             ValueError: There are no tiles for an image of this shape.
@@ -252,7 +252,7 @@ class Tiles(ImageTiles):
     Args:
         patch: The side of a patch, in pixels.
         merge: A model merges `merge` × `merge` patches into one token.
-        side: The side of a tile, in pixels, of a multiple of `merge` whole patches.
+        side: The side of a tile, in pixels. Its number of whole patches is a multiple of `merge`.
         min_tiles: The least number of tiles, without the thumbnail.
         max_tiles: The greatest.
         thumbnail: Whether several tiles are followed by the whole image as one more.
@@ -326,7 +326,7 @@ class SplitTiles(ImageTiles):
     Args:
         patch: The side of a patch, in pixels.
         merge: A model merges `merge` × `merge` patches into one token.
-        side: The side of a tile, in pixels, of a multiple of `merge` whole patches.
+        side: The side of a tile, in pixels. Its number of whole patches is a multiple of `merge`.
         long_side: The longer side of a resized image, in pixels, at most 4096.
 
     Raises:

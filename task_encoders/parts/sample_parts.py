@@ -370,9 +370,9 @@ class SampleMedia:
             self.of(kind, kind).check_all_used()
 
 
-def _parts_of_kind(sample: Sample, kind: str, text: str) -> PartsOfKind[MediaPart]:
+def _parts_of_kind(sample: Sample, kind: str, placeholder: str) -> PartsOfKind[MediaPart]:
     """Return the videos or the audio of a sample, unopened, with their placeholder."""
-    return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, text))
+    return PartsOfKind(sample, kind, lambda name: MediaPart(kind, name, placeholder))
 
 
 def _is_image(sample: Sample, part: str) -> bool:

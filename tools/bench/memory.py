@@ -97,9 +97,9 @@ class Node:
         return sum(each.pss for each in (*self.trainers, *self.workers, *self.others))
 
 
-def measure_node(name: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
-    """Start the trainers of a node, wait until each has its batches, and measure them."""
-    program = [sys.executable, peers.__file__, "batches", name, str(folder), str(workers)]
+def measure_node(loader: str, folder: Path, bench: Bench, *, workers: int, ranks: int = 1) -> Node:
+    """Start the trainers of a node with a loader, wait until each has its batches, and measure them."""
+    program = [sys.executable, peers.__file__, "batches", loader, str(folder), str(workers)]
     options = [str(ranks), str(bench.options.batches), bench.options.method]
     commands = [[*program, str(rank), *options] for rank in range(ranks)]
     pipe = subprocess.PIPE
@@ -108,8 +108,8 @@ def measure_node(name: str, folder: Path, bench: Bench, *, workers: int, ranks: 
         for process in started:
             assert process.stdout is not None
             if "ready" not in map(str.strip, process.stdout):
-                raise ChildProcessError(f"{name} ended before it had its batches")
-        return read_node([process.pid for process in started])
+                raise ChildProcessError(f"{loader} ended before it had its batches")
+        return memory_of_node([process.pid for process in started])
     finally:
         for pid in [pid for process in started for pid in (*descendants(process.pid), process.pid)]:
             with contextlib.suppress(ProcessLookupError):  # the process exited with its parent
@@ -118,8 +118,8 @@ def measure_node(name: str, folder: Path, bench: Bench, *, workers: int, ranks: 
             process.wait()
 
 
-def read_node(trainers: list[int]) -> Node:
-    """Read the memory of trainers and of their descendants. A worker is one without children of its own."""
+def memory_of_node(trainers: list[int]) -> Node:
+    """Read the memory of trainers and of their descendants. A descendant without children is a worker."""
     workers: list[ProcessMemory] = []
     others: list[ProcessMemory] = []
     for trainer in trainers:
@@ -213,14 +213,14 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
 
     own_group, world = dist.new_subgroups_by_enumeration([[each] for each in range(ranks)])[0], dist.group.WORLD
     assert isinstance(own_group, dist.ProcessGroup) and isinstance(world, dist.ProcessGroup)
-    build_lane = partial(pipeline, folder, FunctionEncoder(partial(sorted_pixels, sort_count)), 8, 0)
+    build_lane = partial(pipeline, folder, FunctionEncoder(partial(sorted_pixels, sort_count)), size=8)
     wait = dist.barrier if barrier else lambda: None
     with sp.SavableLoader(build_lane, seed=1, num_workers=2, ranks=sp.Ranks.of(own_group, share=world)) as loader:
         memory_sum, batch, spent = 0, next(loader), {"next": 0.0, "read": 0.0}
         for step in range(-WARM_STEPS, MEASURED_STEPS):
             if step == 0:
                 dist.barrier()
-                workers, started = cpu_seconds(os.getpid()) - time.process_time(), time.perf_counter()
+                workers_s, started = cpu_seconds(os.getpid()) - time.process_time(), time.perf_counter()
                 spent = {"next": 0.0, "read": 0.0}
             before = time.process_time()
             batch = next(loader)
@@ -235,7 +235,7 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
             time.sleep(STEP_SLEEP_S)
             wait()
         step_s = time.perf_counter() - started
-        workers = cpu_seconds(os.getpid()) - time.process_time() - workers
+        workers_s = cpu_seconds(os.getpid()) - time.process_time() - workers_s  # CPU time
         dist.barrier()
     # The control: the same steps without a loader. Each rank reads its last batch again.
     plain_s = timeit("batch.sum(); time.sleep(STEP_SLEEP_S); wait()", number=MEASURED_STEPS, globals=globals() | vars())
@@ -244,10 +244,10 @@ def sharing_rank(rank: int, ranks: int, sort_count: int, barrier: bool, folder: 
         "a step": step_s / ranks,
         "a step of the control, without a loader": plain_s / ranks,
         "a step, in steps of the control": step_s / plain_s * MEASURED_STEPS / ranks,
-        "CPU time of workers": workers,
-        "CPU time of workers and of the first rank's next": workers + (0 if rank else spent["next"]),
+        "CPU time of workers": workers_s,
+        "CPU time of workers and of the first rank's next": workers_s + (0 if rank else spent["next"]),
         "CPU time of next": spent["next"],
-        "CPU time of workers, next and reading": workers + spent["next"] + spent["read"],
+        "CPU time of workers, next and reading": workers_s + spent["next"] + spent["read"],
     }
     results.put({name: value / MEASURED_STEPS for name, value in costs.items()})
 

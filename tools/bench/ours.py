@@ -37,7 +37,7 @@ class FunctionEncoder(sp.TaskEncoder):
         return super().batch(items, rng) if self._collate is None else self._collate(items)
 
 
-def pipeline(folder: str, encoder: sp.TaskEncoder, size: int, buffer: int, lane: sp.Lane) -> custom.Stage:
+def pipeline(folder: str, encoder: sp.TaskEncoder, lane: sp.Lane, *, size: int, buffer: int = 0) -> custom.Stage:
     """Build a lane with batches of `size`, and with its part of a shuffle buffer of `buffer` samples."""
     samples: custom.SampleStage = sp.TarShardReader(folder, lane)
     if buffer:
@@ -52,7 +52,7 @@ def loader(
     """Run `pipeline` in our loader. `size` and `buffer` are its arguments, `use` is that of `rounds.Loader`."""
     from rounds import Loader
 
-    run = partial(pipeline, str(folder), encoder, size, buffer)
+    run = partial(pipeline, str(folder), encoder, size=size, buffer=buffer)
     loader = sp.SavableLoader(run, seed=1, lanes=lanes, workers=sp.Workers(workers, start_method=method))
     return Loader(iter(loader), use, loader.close, warm=2 * buffer)
 
@@ -106,16 +106,16 @@ def json_batches(folder: Path, workers: int, rank: int, ranks: int, method: str)
     """Yield batches of JSON, as the other loaders do."""
     # Lanes share one buffer, whereas other loaders have a buffer in each reading process.
     encoder, buffer = FunctionEncoder(decode_json, collecting), BUFFER * max(1, workers) * ranks
-    return _batches(partial(pipeline, str(folder), encoder, BATCH, buffer), workers, rank, ranks, method)
+    return _batches(partial(pipeline, str(folder), encoder, size=BATCH, buffer=buffer), workers, rank, ranks, method)
 
 
-def index_batches(folder: Path, *arguments: Any) -> Iterator[Any]:
-    """Yield batches without reading samples, so that only order and index use memory."""
-    return _batches(partial(pipeline, str(folder), FunctionEncoder(_offset, collecting), BATCH, 0), *arguments)
+def offset_batches(folder: Path, *arguments: Any) -> Iterator[Any]:
+    """Yield batches of the offsets of samples. No sample is read, so only order and index use memory."""
+    return _batches(partial(pipeline, str(folder), FunctionEncoder(_offset, collecting), size=BATCH), *arguments)
 
 
 def _offset(sample: Any) -> int:
-    """Return where a sample starts in its shard, which the index states."""
+    """Return where a sample starts in its shard. The index has this number."""
     return int(sample.offset)
 
 
@@ -140,6 +140,6 @@ def torch_alone(*arguments: Any) -> Iterator[Any]:
 RUNS: dict[str, Callable[..., Iterator[Any]]] = {
     "savable_pipeline": json_batches,
     "torch alone": torch_alone,
-    "samples": index_batches,
+    "samples": offset_batches,
     **{f"blend of {sources}": partial(blend_batches, sources) for sources in (1, 35)},
 }

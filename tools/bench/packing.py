@@ -160,12 +160,12 @@ class KnownSizes(ChunkedStage, custom.ItemStage):
         if size is None:
             return []
         self.taken += 1
-        ref = (self.taken - 1, 0, 0)
+        ref = (self.taken - 1, 0, 0)  # index of the document, epoch, part
         length, _ = size
         return [Element(ref, length) if self._encoded else Element(ref, sizes=(size,))]
 
     def fetch(self, ref: Any) -> Any:
-        """Return the index of the document."""
+        """Return the index of the document, the first number of its ref."""
         return ref[0]
 
     def save_state(self) -> State:
@@ -174,9 +174,9 @@ class KnownSizes(ChunkedStage, custom.ItemStage):
 
     def describe(self) -> StageInfo:
         """Describe a source without settings."""
-        tags = frozenset([0])
-        info = StageInfo(self._lane, 0, population=1, endless=False, tags=tags, origins=tags, encoder=Lengths())
-        return replace(info, declared=not self._encoded)
+        only_source = frozenset([0])  # its tag and its origin are 0, as without a `Blend`
+        info = StageInfo(self._lane, depth=0, population=1, endless=False, tags=only_source, origins=only_source)
+        return replace(info, encoder=Lengths(), declared=not self._encoded)  # declared: unbuilt elements with sizes
 
 
 def pack_costs(corpus: Corpus, cost: Cost, packs: int, /, **settings: Any) -> tuple[Ints, float]:

@@ -88,17 +88,17 @@ def bare_loop() -> Iterator[Any]:
 
 def json_pipeline(folder: Path) -> Callable[[sp.Lane], custom.Stage]:
     """Return a pipeline function: batches of 256 dicts from a shuffle buffer of 10,000."""
-    return partial(pipeline, str(folder), FunctionEncoder(decode_json, list), BATCH, BUFFER)
+    return partial(pipeline, str(folder), FunctionEncoder(decode_json, list), size=BATCH, buffer=BUFFER)
 
 
 def state(bench: Bench) -> None:
-    """Measure the size of a state with 10,000 refs in 96 lanes, and the time of `state_dict()`."""
+    """Measure the size of a state, whose 96 lanes buffer 10,000 sample IDs, and the time of `state_dict()`."""
     with sp.SavableLoader(json_pipeline(prepare(bench.data, "json")), seed=1) as running:
         for _ in range(200):
             next(running)
         size = sum(len(value) for value in running.state_dict().values() if isinstance(value, bytes))
         save_100 = called(lambda: [running.state_dict() for _ in range(100)], units=100)
-        bench.compare(f"10,000 refs over 96 lanes: {size:,} bytes", "state", {"state_dict()": save_100})
+        bench.compare(f"10,000 sample IDs in 96 lanes: {size:,} bytes", "state", {"state_dict()": save_100})
 
 
 def resume(bench: Bench) -> None:

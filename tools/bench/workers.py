@@ -113,7 +113,7 @@ def as_bytes(sample: Mapping[str, bytes]) -> bytes:
 
 
 def in_place(sample: Any) -> Any:
-    """Read the blob directly into the batch's memory. No other loader can."""
+    """Read the blob directly into the memory of the batch, which the other loaders cannot do."""
     import torch
 
     return torch.from_numpy(sample.array("bin"))
@@ -279,7 +279,7 @@ def scaling(bench: Bench) -> None:
             f"{n} workers": partial(loader, tars, encoder, partial(units_per_worker, n), size=1, lanes=lanes, workers=n)
             for n in worker_counts
         }
-        bench.loaders(f"{lanes} lanes, an encoder that sleeps", "batch and worker", makers)
+        bench.loaders(f"{lanes} lanes, an encoder that sleeps", unit="batch and worker", makers=makers)
 
 
 def units_per_worker(workers: int, batch: Any) -> float:
@@ -293,7 +293,7 @@ def cost(bench: Bench) -> None:
     costs = state_costs(tars)
     console.print("CPU time of a batch's state, one lane with a buffer of 10,000:")
     console.print(", ".join(f"{name} {us:.0f} µs" for name, us in costs.items()), f"all {sum(costs.values()):.0f}")
-    run = partial(pipeline, str(tars), FunctionEncoder(ours.constant_item, ours.large_batch), 1, 0)
+    run = partial(pipeline, str(tars), FunctionEncoder(ours.constant_item, ours.large_batch), size=1)
     with sp.SavableLoader(run, seed=1, num_workers=WORKERS) as running:
         batches, batch_s = iter(running), []
         for _ in range(10):
@@ -309,7 +309,7 @@ def state_costs(tars: Path, repeats: int = 300) -> dict[str, float]:
 
     The last three steps transport a delivery with the state and no batch.
     """
-    stage = pipeline(str(tars), FunctionEncoder(ours.constant_item, list), 256, 10_000, sp.Lane())
+    stage = pipeline(str(tars), FunctionEncoder(ours.constant_item, list), sp.Lane(), size=256, buffer=10_000)
     writer, reader = SegmentWriter(), SegmentReader()
     rows = []
     for _ in range(repeats):
@@ -348,7 +348,7 @@ def nodes(bench: Bench) -> None:
             "agent, trusted network": sp.SocketWorkers([address], key_file=key_file, trusted_network=True),
         }
         for size, collate, count in (("9.6 MB", ours.large_batch, 200), ("10 kB", ours.small_batch, 5000)):
-            run = partial(pipeline, tars, FunctionEncoder(ours.constant_item, collate), 1, 0)
+            run = partial(pipeline, tars, FunctionEncoder(ours.constant_item, collate), size=1)
             for name, workers in [*ways.items()] * 3:
                 with sp.SavableLoader(run, seed=1, workers=workers) as running:
                     trainer, total, wall = times_per_batch(iter(running), count)
@@ -370,7 +370,7 @@ def times_per_batch(batches: Iterator[Any], count: int) -> list[float]:
 def first(bench: Bench) -> None:
     """Compare start methods by the time to the first batch, and with two bare interpreters."""
     encoder = FunctionEncoder(decode_json, ours.imported_modules)
-    run = partial(pipeline, str(prepare(bench.data, "json")), encoder, 256, 10_000)
+    run = partial(pipeline, str(prepare(bench.data, "json")), encoder, size=256, buffer=10_000)
     modules: dict[str, list[str]] = {}
 
     def start_workers(method: str) -> Way:

@@ -35,7 +35,10 @@ Exclusions = tuple[tuple[int, tuple[int, ...]], ...]  # slots, and the samples t
 
 
 class Numbers(sp.TaskEncoder):
-    """Encoder whose items are a sample's number and a random number, and whose batches have a random number too."""
+    """Encoder whose values show which samples and random numbers they are built from.
+
+    An item is (sample number, random number), and a pack (items, random number). A batch has a random number too.
+    """
 
     one_to_one = True
 
@@ -43,7 +46,7 @@ class Numbers(sp.TaskEncoder):
         return sample.json()["id"], rng.integers(1 << 30)
 
     def length(self, item: Any) -> int:
-        return 1 + int(item[0]) % 5
+        return 1 + int(item[0]) % 5  # by the sample's number
 
     def pack(self, items: list[Any], rng: sp.Rng) -> Any:
         return items, rng.integers(1 << 30)
@@ -306,8 +309,8 @@ def expected(settings: LoaderSettings, slots: int, exclusions: Exclusions) -> di
             while remaining and remaining[0][0] == run.position.next_batch:
                 run.reconfigure(exclude=[f"s{number:06d}" for number in remaining.pop(0)[1]])
             batch = next(iter(run))
-            at = run.position.previous or run.position
-            found[at.epoch, at.slot - 1] = batch
+            after = run.position.previous or run.position
+            found[after.epoch, after.slot - 1] = batch
     return found
 
 

@@ -117,11 +117,9 @@ def losses(shards: Path, folder: Path) -> Iterator[Row]:
     """Compare an undisturbed run with one that is killed and resumed, for each number of ranks."""
     for world_size in WORLD_SIZES:
         undisturbed, killed = folder / f"{world_size}_calm", folder / f"{world_size}_killed"
-        for target in (undisturbed, killed):
-            target.mkdir(parents=True)
         _finish(_start(shards, undisturbed, world_size, 0.0))
-        last = random.randrange(SAVE_STEP + 1, STEPS - 2)
-        _kill(_start(shards, killed, world_size, PACE_S), killed, last)
+        kill_step = random.randrange(SAVE_STEP + 1, STEPS - 2)
+        _kill(_start(shards, killed, world_size, PACE_S), killed, kill_step)
         log_before_kill = _read_logs(killed, world_size)
         _finish(_start(shards, killed, world_size, 0.0))
         for pack in (False, True):
@@ -132,6 +130,7 @@ def losses(shards: Path, folder: Path) -> Iterator[Row]:
 
 def _start(shards: Path, folder: Path, world_size: int, pace_s: float) -> subprocess.Popen[bytes]:
     """Start all ranks of a run by torchrun."""
+    folder.mkdir(parents=True, exist_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     program = [__file__, str(shards), str(folder), str(STEPS), str(pace_s)]
     return subprocess.Popen(
@@ -147,9 +146,9 @@ def _finish(run: subprocess.Popen[bytes]) -> None:
 
 def _kill(run: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     """Kill torchrun and all ranks, once rank 0 has passed a step of its last training."""
-    last = folder / f"packed_{WORKERS[-1]}_rank0.log"
+    log_of_last = folder / f"packed_{WORKERS[-1]}_rank0.log"
     deadline = time.monotonic() + _STUCK_S
-    while not (last.exists() and len(last.read_text().splitlines()) > step):
+    while not (log_of_last.exists() and len(log_of_last.read_text().splitlines()) > step):
         if run.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"torchrun ended with {run.returncode} before it could be killed: see {folder}/errors")
         time.sleep(0.002)
@@ -178,7 +177,8 @@ def _row(undisturbed: Path, killed: Path, log_before_kill: dict[str, list[str]],
     """Compare the losses of one training on all ranks, before the kill and after the resume."""
     expected, found = _read_logs(undisturbed, world_size), _read_logs(killed, world_size)
     problem, compared, repeated = "", 0, 0
-    without_workers = f"{name.split('_')[0]}_{WORKERS[0]}"  # this training must have the same losses
+    kind, workers = name.split("_")  # such as "packed" and "2"
+    without_workers = f"{kind}_{WORKERS[0]}"  # this training must have the same losses
     for number in range(world_size):
         training = f"{name}_rank{number}"
         lines = expected[training]
@@ -190,11 +190,11 @@ def _row(undisturbed: Path, killed: Path, log_before_kill: dict[str, list[str]],
         if log_before_kill[training] != lines[: len(log_before_kill[training])] or resumed != lines[SAVE_STEP:]:
             problem = problem or f"rank {number}: other losses"
     items = sum(_open_items(killed / f"{name}_rank{number}.pt") for number in range(world_size))
-    if name.startswith("packed") and not items:
+    if kind == "packed" and not items:
         problem = problem or "no pack was open at the kill"
-    ranks, workers = f"{world_size} rank{'s' * (world_size > 1)}", name.split("_")[1]
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     done = f"killed, {repeated} steps again" + (f", {items} items in open packs" if items else "")
-    return Row("losses", f"{name.split('_')[0]}, {ranks}, {workers} workers", done, f"{compared} losses", problem)
+    return Row("losses", f"{kind}, {ranks}, {workers} workers", done, f"{compared} losses", problem)
 
 
 def _open_items(path: Path) -> int:

@@ -153,7 +153,7 @@ def train(folder: Path) -> None:
 
     class Trainer(Savable):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            # a micro-batch has the completions of one prompt
+            # a micro-batch has the completions of one prompt, each after that prompt, such as "17 "
             tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
             pending_prompts.append(int("".join(tokens).split(" ")[0]))
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -192,7 +192,7 @@ def train(folder: Path) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the oldest first."""
     complete = [path.parent for path in folder.glob("run/checkpoint-*/trainer_state.json")]
-    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def newest(folder: Path) -> Path | None:
@@ -209,14 +209,15 @@ def train_and_kill(folder: Path) -> int:
     time.sleep(random.uniform(0, 1))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return int(newest(folder).name.split("-")[1])  # type: ignore[union-attr]
+    return int(newest(folder).name.removeprefix("checkpoint-"))  # type: ignore[union-attr]
 
 
 def in_flight(folder: Path, state: dict[str, Any]) -> list[int]:
-    """Return the prompts that are in flight in a state."""
+    """Return the prompts that are in flight in a state. A loader that resumes from it repeats them first."""
     prompts: list[int] = []
     with make_loader(folder, acknowledge=True) as loader:
         loader.load_state_dict(state)
+        # A receipt is (slot, row), or (-1, -1) for a prompt that was acknowledged before the save.
         while (batch := next(loader))["receipts"][:, 0].max() < state["slot"]:
             prompts += [int(p) for p, (slot, _) in zip(batch["prompt"], batch["receipts"], strict=True) if slot >= 0]
     return prompts

@@ -119,7 +119,7 @@ def log_end(folder: Path, run: Path) -> str:
 
 
 def trained_prompts(run: Path) -> list[list[int]]:
-    """Return the prompts of each update of the newest saved model."""
+    """Return the prompts that the newest saved model was trained on, one list for each update of its weights."""
     step = (run / "latest_checkpointed_iteration.txt").read_text()
     updates: list[list[int]] = json.loads((run / f"global_step_{step}/actor/model.json").read_text())
     return updates

@@ -59,7 +59,7 @@ def plan(
     with errors_as_lines():
         workers = None
         if batch_s is not None or step_s is not None:
-            workers = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, a_node=node_workers)
+            workers = WorkersNeeded.of(batch_s or 0.0, step_s or 0.0, ranks=ranks, workers_per_node=node_workers)
         settings = load_target(target, seed=seed, lanes=lanes, default_lanes=None)
         _print_plan(plan_run(settings, ranks=ranks, nodes=nodes, target=target, workers=workers), as_json=as_json)
 

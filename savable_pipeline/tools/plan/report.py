@@ -99,8 +99,8 @@ def _advise_lanes(plan: RunPlan) -> str:
 def _workers(plan: RunPlan) -> Iterator[Fact]:
     """Yield facts about the workers that are needed."""
     if plan.workers is not None:
-        yield Fact("workers per rank", str(plan.workers.a_rank), "--batch-s ÷ --step-s")
-        yield Fact("CPU nodes for remote workers", str(plan.workers.nodes), f"{plan.workers.a_node} workers on each")
+        yield Fact("workers per rank", str(plan.workers.per_rank), "--batch-s ÷ --step-s")
+        yield Fact("CPU nodes for remote workers", str(plan.workers.nodes), f"{plan.workers.per_node} workers on each")
 
 
 def _steps_name(plan: RunPlan) -> str:

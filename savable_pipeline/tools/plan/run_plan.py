@@ -66,7 +66,7 @@ class LaneStages:
 
         For a reader that cannot count the samples of a lane, it is an equal part of all its samples.
         """
-        counts = [(reader, reader.count_of(lane, 0)) for reader in self.readers]
+        counts = [(reader, reader.count_of(lane, epoch=0)) for reader in self.readers]
         lanes = self.last.lane.count
         return sum(reader.population / lanes if count is None else count for reader, count in counts)
 
@@ -83,7 +83,7 @@ class LaneBuilder:
         settings = self._settings
         runner = LaneRunner(replace(settings.job, lanes=lanes), shared=self._shared)
         with as_in_a_worker(set(KINDS)):
-            return LaneStages(runner.build(lane, 0, downloads=False)[0])
+            return LaneStages(runner.build(lane, epoch=0, downloads=False)[0])
 
 
 Basis = Literal["counted", "one item a sample", "unknown"]
@@ -138,7 +138,7 @@ def count_steps(settings: LoaderSettings, stages: LaneStages, *, ranks: int) -> 
     if len(known) == stages.last.lane.count:
         return _finite_steps("counted", settings, stages, known, ranks)
     if stages.batch_rows is None or stages.is_by_length:
-        return Steps("unknown", endless, 0)
+        return Steps("unknown", endless, steps=0)
     if endless:
         return Steps("one item a sample", endless, stages.population / stages.batch_rows / ranks)
     counts = [-(-round(stages.reader_samples(lane)) // stages.batch_rows) for lane in range(stages.last.lane.count)]
@@ -163,15 +163,15 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
     They are the run's number, the planned one, and multiples of `ranks`.
     """
     planned = next_lanes(settings.lanes, ranks)
-    population = builder.build(0, planned).population
+    population = builder.build(lane=0, lanes=planned).population
     choices = []
     for lanes in sorted({settings.lanes, planned, *(ranks * multiple for multiple in _MULTIPLES)}):
         divisors = [number for number in range(1, lanes + 1) if lanes % number == 0]
         worlds = [number for number in divisors if ranks / _NEAR <= number <= ranks * _NEAR]
         if lanes % ranks:
-            choices.append(LanesChoice(lanes, False, worlds, 0, None, None))
+            choices.append(LanesChoice(lanes, fits=False, worlds=worlds, workers=0, steps=None, unused_share=None))
             continue
-        stages = builder.build(0, lanes)
+        stages = builder.build(lane=0, lanes=lanes)
         steps = count_steps(settings, stages, ranks=ranks)
         unused_share = None if steps.how == "unknown" else steps.unused_samples / population
         choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused_share))
@@ -187,6 +187,7 @@ def better_lanes(settings: LoaderSettings, choices: list[LanesChoice], *, planne
     """
     fitting = [choice for choice in choices if choice.fits and choice.workers >= settings.num_workers]
     fitting = fitting or [choice for choice in choices if choice.fits]
+    # up to one percentage point more unused samples is as good
     most_unused = min(choice.unused_share or 0.0 for choice in fitting) + 0.01
     good = [choice for choice in fitting if (choice.unused_share or 0.0) <= most_unused and choice.steps != 0]
     most_worlds = max(len(choice.worlds) for choice in good or fitting)
@@ -316,23 +317,23 @@ def _buffered_refs(stages: LaneStages) -> list[tuple[str, int]]:
 class WorkersNeeded:
     """Numbers of workers with which the loader keeps up with the trainers.
 
-    They are the workers of a rank and of a CPU node, and the number of these nodes.
+    They are the workers per rank and per CPU node, and the number of these nodes.
     """
 
-    a_rank: int
-    a_node: int
+    per_rank: int
+    per_node: int
     nodes: int
 
     @classmethod
-    def of(cls, batch_s: float, step_s: float, *, ranks: int, a_node: int) -> WorkersNeeded:
-        """Compute the numbers from the seconds to build a batch and of a training step.
+    def of(cls, batch_s: float, step_s: float, *, ranks: int, workers_per_node: int) -> WorkersNeeded:
+        """Compute the workers from the seconds that a batch and a training step take.
 
-        `a_node` is the number of workers of a CPU node. Raises ValueError unless all are above 0.
+        `workers_per_node` is the number on a CPU node. Raises ValueError unless all three are above 0.
         """
-        if not (batch_s > 0 and step_s > 0 and a_node > 0):
+        if not (batch_s > 0 and step_s > 0 and workers_per_node > 0):
             raise ValueError("--batch-s, --step-s and --node-workers are given together, each more than 0")
-        per_rank = round(batch_s / step_s, 9)  # each rank needs one batch per step
-        return cls(math.ceil(per_rank), a_node, math.ceil(ranks * per_rank / a_node))
+        workers = round(batch_s / step_s, 9)  # fractional: each rank needs one batch per step
+        return cls(math.ceil(workers), workers_per_node, math.ceil(ranks * workers / workers_per_node))
 
 
 @dataclass(frozen=True)
@@ -378,7 +379,7 @@ def plan_run(
         )
     lanes = next_lanes(settings.lanes, ranks)
     builder = LaneBuilder(settings)
-    stages = builder.build(0, lanes)
+    stages = builder.build(lane=0, lanes=lanes)
     choices = lanes_choices(settings, builder, ranks=ranks)
     return RunPlan(
         target=target,

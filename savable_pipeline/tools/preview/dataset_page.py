@@ -63,7 +63,7 @@ class SampleChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChosenSamples:
-    """ChosenSamples samples: their indices in ascending order, by page.
+    """Chosen samples: their indices in ascending order, by page.
 
     `matching` is the number of samples that match, and `unread` the number that could not be read.
     """
@@ -238,7 +238,7 @@ def _statistics(dataset: Dataset) -> dict[str, Any]:
 
 
 def _splits(dataset: Dataset) -> dict[str, str]:
-    """Return the number of samples of each split, in conditions, or an error."""
+    """Return by split a text like "8,000 samples", or the error as "not readable"."""
     try:
         return {name: f"{count:,} samples" for name, count in split_counts(dataset).items()}
     except ShardError as error:

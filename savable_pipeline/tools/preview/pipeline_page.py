@@ -53,9 +53,9 @@ def preview_pipeline(
         raise ValueError(f"a page shows 1 to {MOST_BATCHES} batches, not {batches}")
     if not 0 <= lane < lanes:
         raise ValueError(f"lane {lane}: a run of {lanes} lanes has 0 to {lanes - 1}")
-    stage, lane_of_run = LaneRunner(LaneJob(pipeline, seed, lanes), shared={}).build(lane, 0)
+    stage, built_lane = LaneRunner(LaneJob(pipeline, seed, lanes), shared={}).build(lane, epoch=0)
     cards = _cards(stage, batches)
-    return PipelinePage(_page(stage, lane_of_run, name, cards), cards[-1].fault)
+    return PipelinePage(_page(stage, built_lane, name, cards), cards[-1].fault)
 
 
 def batch_page(stage: Stage, lane: Lane, title: str, number: int, batch: Any) -> bytes:

@@ -236,7 +236,7 @@ class SegmentProcess:
             lane=lane,
             field=difference.path,
             expected=difference.expected,
-            found=f"{difference.found}{difference.element}",
+            found=f"{difference.found}{difference.element}",  # such as "7 at [3], 2 of 16 values differ"
             rows=difference.rows,
             samples=[f"shard {sample.shard}, key {sample.key}" for sample in _differing_samples(run, difference)],
             picture=str(picture) if drawn else None,

@@ -62,7 +62,7 @@ class EnergonDataset:
         seed: The seed of the run.
         lanes: The number of lanes. None (default): 96, or for a single epoch the number of ranks.
         length: Batches of each rank in a (virtual) epoch. None (default): as many as there are, or endless.
-        restarts: Whether each iterator starts at the start.
+        restarts: Whether each iterator starts at the first batch.
     """
 
     pipeline: EnergonPipeline
@@ -220,8 +220,9 @@ def get_val_dataset(
 ) -> EnergonDataset:
     """Return the data to evaluate on, as Energon's function of this name.
 
-    It is one epoch without shuffling, and ends before the first round that is not full. A single rank has one lane
-    unless `lanes` is passed, and yields all samples. With N ranks, up to N - 1 batches are skipped, and counted.
+    It is one epoch without shuffling. It ends before the first round, one batch from each lane, that some lane cannot
+    fill. A single rank has one lane unless `lanes` is passed, and yields all samples. With N ranks, up to N - 1 batches
+    are skipped, and counted.
 
     Args:
         path: As for `get_train_dataset`.
@@ -240,7 +241,8 @@ def get_val_dataset(
     """
     encoder = DefaultTaskEncoder() if task_encoder is None else task_encoder
     sources = replace(_sources(path, split_part, encoder, settings, training=False), repeat=False, shuffle=False)
-    pipeline = _pipeline(encoder, sources, worker_config, batch_size, batch_drop_last, packing_buffer_size, None)
+    pipeline = _pipeline(encoder, sources, worker_config, batch_size, batch_drop_last, packing_buffer_size)
+    # each evaluation starts at the first batch
     return replace(_dataset(pipeline, worker_config, settings, limit), restarts=True)
 
 
@@ -267,7 +269,7 @@ def RepeatDataset(dataset: EnergonDataset, *, worker_config: Any = None) -> Ener
 
     Args:
         dataset: The dataset to repeat.
-        worker_config: Not used. The dataset has one.
+        worker_config: Ignored. The dataset has its own.
     """
     config = checked(dataset).worker_config
     lanes = dataset.lanes or config.world_size * max(1, config.num_workers)
@@ -282,8 +284,8 @@ def LimitDataset(
     Args:
         dataset: The dataset to limit.
         length: Batches of each rank.
-        worker_config: Not used. The dataset has one.
-        reset_after_epoch: Whether each iterator starts at the start (default False).
+        worker_config: Ignored. The dataset has its own.
+        reset_after_epoch: Whether each iterator starts at the first batch (default False).
     """
     return replace(checked(dataset), length=length, restarts=reset_after_epoch)
 
@@ -307,7 +309,7 @@ def _sources(
         if name not in known:
             raise TypeError(f"unknown argument {name!r}. Besides Energon's chosen_files, use {', '.join(known)}.")
         if name in _UNUSED_ARGUMENTS:
-            log.info("%s is not used: it changes nothing that is promised", name)
+            log.info("%s is ignored: this loader does not need it", name)
     chosen_files = {name: settings[name] for name in _FILE_ARGUMENTS if settings.get(name) is not None}  # type: ignore[literal-required]
     arguments: dict[str, Any] = {"split_part": split_part, "training": training, **chosen_files}
     return Sources(path, arguments, _decoder(encoder, settings), settings.get("trust", False))
@@ -320,8 +322,8 @@ def _decoder(encoder: Any, settings: DatasetSettings) -> Any:
     passed = {name: settings[name] for name in _DECODER_ARGUMENTS if name in settings}  # type: ignore[literal-required]
     if not passed:
         return encoder.decoder
-    decoder, of_encoder = SampleDecoder(**passed), encoder.decoder
-    if of_encoder not in (None, DefaultTaskEncoder.decoder) and of_encoder.config() != decoder.config():
+    decoder, own_decoder = SampleDecoder(**passed), encoder.decoder
+    if own_decoder not in (None, DefaultTaskEncoder.decoder) and own_decoder.config() != decoder.config():
         raise ValueError(f"task_encoder has a decoder, and so has {', '.join(passed)}. Remove one.")
     return decoder
 
@@ -333,7 +335,7 @@ def _pipeline(
     batch_size: int | None,
     drop_last: bool,
     packing_buffer_size: int | None,
-    shuffle_buffer_size: int | None,
+    shuffle_buffer_size: int | None = None,
 ) -> EnergonPipeline:
     """Build the pipeline of a dataset."""
     packing = packing_buffer_size is not None

@@ -141,7 +141,7 @@ class FromEnergon(TaskEncoder):
         return item if type(item) is Skip else self._finished_item(item, key, rng)
 
     def _load_sample(self, sample: Sample) -> Any:
-        """Load a sample as Energon does, and call its cooker if it is crude, in Energon's words."""
+        """Load a sample as Energon does. If it is crude, which is Energon's word for raw parts, call its cooker."""
         leaf = self.sources.leaf_of(sample)
         raw = leaf.load(sample)
         with recording_subject(raw):
@@ -296,9 +296,7 @@ class FromEnergon(TaskEncoder):
 def is_tolerated(error: BaseException | None) -> TypeGuard[Exception]:
     """Return whether Energon continues after this error.
 
-    Only an error of the data or of the encoder counts.
-
-    Errors of the environment, such as a full disk, are never tolerated.
+    It continues after errors of the data and of the encoder, but not of the environment, such as a full disk.
     """
     if not isinstance(error, Exception) or isinstance(error, (*SYSTEM_EXCEPTIONS, SavableError)):
         return False
@@ -380,7 +378,7 @@ def _rebuild(encoder: FromEnergon, samples: Encode, key: Any) -> Any:
     elif kind in ("pack", "batch"):
         rng_key, number, *item_keys = parts
         items = [_rebuild(encoder, samples, item_key) for item_key in item_keys]
-        rng = Rng(0, (number, 0, 0), 0, rng_key)
+        rng = Rng(0, (number, 0, 0), 0, rng_key)  # with this key, the base (the first 0) is not used
         _seed(rng_key)
         value = encoder.pack(items, rng) if kind == "pack" else encoder.batch(items, rng)
     else:

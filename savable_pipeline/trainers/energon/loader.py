@@ -149,7 +149,7 @@ class EnergonLoader(SavableLoader):
         """Resume from the state of a rank.
 
         Args:
-            state: The result of `save_state_rank`. None: start at the start.
+            state: The result of `save_state_rank`. None: start at the first batch.
         """
         if state is not None:
             self.load_state_dict(state)
@@ -169,7 +169,7 @@ class EnergonLoader(SavableLoader):
         """Resume from the state of all ranks.
 
         Args:
-            state: The result of `save_state_global`. None: start at the start, or use the state of `src_rank`.
+            state: The result of `save_state_global`. None: start at the first batch, or use the state of `src_rank`.
             src_rank: The rank that has the state, if not all have it. The call is collective then.
         """
         if src_rank is not None and dist.is_initialized():
@@ -186,19 +186,19 @@ def get_savable_loader(
 
     Args:
         dataset: A result of `get_train_dataset` or `get_val_dataset`.
-        worker_config: Not used. The dataset has one.
+        worker_config: None (default), or that of the dataset. Another one is an error.
         prefetch_factor: How many batches a worker may be ahead (default 2).
         **unused: Energon's arguments for intermediate checkpoints, garbage collection, caching and watchdogs. They are
             not needed.
 
     Raises:
         TypeError: An argument is unknown.
-        ValueError: The ranks do not divide the lanes.
+        ValueError: The ranks do not divide the lanes, or `worker_config` is not that of the dataset.
     """
     for name in unused:
         if name not in _UNUSED_ARGS:
             raise TypeError(f"unknown argument {name!r} of get_savable_loader. Remove it.")
-        log.info("%s is not used: it changes nothing that is promised", name)
+        log.info("%s is ignored: this loader does not need it", name)
     if worker_config is not None and worker_config != dataset.worker_config:
         raise ValueError("worker_config differs from the one of the dataset. Remove it.")
     return EnergonLoader(dataset, prefetch=prefetch_factor)

@@ -44,7 +44,7 @@ class IndexContext:
     """Context in which Energon's encoder sees `current_sample_index`.
 
     In `batch`, the encoder sees `current_batch_index` too. Each encoder has one `IndexContext`, used as
-    `with active.at(key):`. Such blocks must not be nested, as in Energon's own loader.
+    `with index_context.at(key):`. Such blocks must not be nested, as in Energon's own loader.
     """
 
     def __init__(self) -> None:
@@ -83,6 +83,7 @@ _UNSUPPORTED = (
     "build_val_datasets",
     "_load_dataset",
 )
+# methods that must not write to the encoder, and methods that must not be generators
 _PER_SAMPLE = ("cook_crude_sample", "encode_sample", "preencode_sample", "postencode_sample", "pack_selected_samples")
 _PER_CALL = ("batch", "encode_batch", "pack_selected_samples", "select_samples_to_pack", "batch_group_criterion")
 _BATCHING = ("batch", "encode_batch")
@@ -138,12 +139,12 @@ class Methods:
                 )
         if self._overrides("preencode_sample") and self._overrides_encode():
             raise TypeError(f"{name} has encode_sample and preencode_sample. Write only one of them.")
-        packs = self._overrides("select_samples_to_pack") and self._overrides("pack_selected_samples")
-        if packing and not packs:
+        can_pack = self._overrides("select_samples_to_pack") and self._overrides("pack_selected_samples")
+        if packing and not can_pack:
             raise TypeError(f"packing needs select_samples_to_pack and pack_selected_samples of {name}")
-        if early := next(self._methods_with_batch_index(), None):
+        if method_name := next(self._methods_with_batch_index(), None):
             raise TypeError(
-                f"{name}.{early} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
+                f"{name}.{method_name} uses current_batch_index too early. Use it in `batch` or `encode_batch`, or use "
                 "current_sample_index."
             )
 
@@ -209,11 +210,9 @@ class recording_subject:  # a class, because a generator would take three times 
 
 
 def subject_of(error: BaseException) -> Any:
-    """Return the sample or list of samples that was processed at an error.
+    """Return the sample, or the list of samples, whose processing raised an error.
 
-    The list is that of a pack or batch. Returns None if neither is known.
-
-    Energon's error handlers get this.
+    It is a list if a pack or batch was built, and None if it is unknown. Energon's error handlers get it.
     """
     return getattr(error, _SUBJECT, None)
 

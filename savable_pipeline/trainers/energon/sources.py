@@ -242,7 +242,8 @@ class Leaf:
 
     Energon has loaded their settings.
 
-    `nonmatch` has Energon's setting of each joined dataset, including the first. Without a join it is empty.
+    `nonmatch` is empty without a join. Otherwise it has the setting of each joined dataset for samples that it lacks:
+    "skip", "none" or "error". That of the first dataset is not used.
 
     Attributes:
         factory: Energon's dataset.
@@ -254,7 +255,7 @@ class Leaf:
         self._repetitions = loaded.repetitions if sources.settings["training"] else None
         self._sources = sources
         self._aux = loaded.aux or {}
-        self._unpickles = sources.trust or sources.decoder is None
+        self._unpickles = sources.trust or sources.decoder is None  # without a decoder, pickles stay bytes
         self.is_crude = self.factory.__sample_type__ is CrudeSample
         self.subflavors: dict[str, Any] = getattr(self.factory, "subflavors", None) or {}
         self._nonmatch = nonmatch

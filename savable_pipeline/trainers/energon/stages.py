@@ -114,6 +114,7 @@ class EnergonPipeline:
         size = 1 if self.encoder.groups else self.batch_size or 1
         samples = _sample_stage(self(Lane(count=lanes, seed=seed, worker=WorkerContext(downloads=False))))
         counts = [count for lane in range(lanes) if (count := _samples_of_lane(samples, lane)) is not None]
+        # with one lane, or with unknown counts, all samples are divided equally among the ranks
         if lanes == 1 or len(counts) < lanes:
             total = sum(leaf.samples for leaf in self.encoder.sources.leaves.values())
             counts = [total // world_size] * world_size
@@ -133,7 +134,7 @@ def _sample_stage(stage: Stage) -> Stage:
 
 def _samples_of_lane(stage: Stage, lane: int) -> int | None:
     """Return the number of samples of a lane in an epoch, or None if it is endless or has a join."""
-    counts = [count_of(each, lane, 0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
+    counts = [count_of(each, lane, epoch=0) for each in (stage.sources if isinstance(stage, Blend) else [stage])]
     return None if None in counts else sum(count or 0 for count in counts)
 
 
