@@ -268,7 +268,10 @@ class Dataset:
         return (self.key(shard, row) for row in rows.tolist())
 
     def _rows_with(self, keys: Mapping[str, set[str]]) -> dict[str, Rows]:
-        """Return the positions in their shard of the samples with these keys. Both are by the shard's name."""
+        """Return the rows in each shard of the samples with these keys.
+
+        The name of a shard maps to its keys, and in the result to its rows.
+        """
         found: dict[str, Rows] = {}
         for shard, name in enumerate(self.entries.names if keys else ()):
             wanted = keys.get(name)

@@ -171,7 +171,7 @@ class ClipIterator:
             raise StopIteration
         index = self._count - self._remaining
         self._remaining -= 1
-        clip = self._media.clip(self._media.start(index, self._rng))
+        clip = self._media.clip(self._media.clip_start_s(index, self._rng))
         return clip if self._make is None else self._make(clip)
 
     def pass_over(self, parts: int) -> int:
@@ -210,7 +210,7 @@ class _Media:
             return clips.count or 1
         return int(self._latest_start_s / clips.stride_s + _STRIDE_ERROR) + 1
 
-    def start(self, index: int, rng: Rng) -> float:
+    def clip_start_s(self, index: int, rng: Rng) -> float:
         """Return where the clip of this index starts, in seconds.
 
         Without `stride_s`, the start is drawn by `rng`.

@@ -622,9 +622,9 @@ class Audio(MediaStream):
 
         Returns:
             float32 (channels, samples), from -1 to 1. There are `round((stop_s - start_s) * rate)` samples, zeros after
-            the end and in pauses between two packets. Without `stop_s`, it ends at the last decoded sample, because
-            headers round. The start is exact to one sample, or to 1 ms in Matroska and WebM, whose clocks count
-            milliseconds.
+            the end and in pauses between two packets. Without `stop_s`, the result ends with the last decoded sample,
+            because the duration in a header is rounded. The start is exact to one sample, or to 1 ms in Matroska and
+            WebM, whose clocks count milliseconds.
 
         Raises:
             ValueError: The range starts before 0, or ends before it starts.
@@ -645,7 +645,8 @@ class Audio(MediaStream):
         found = decode(first, count + extra)
         if extra:  # read to the last decoded sample, unless the audio continues after the end in the header
             end = round((Fraction(self._end_sample or 0, self.rate) - Fraction(start_s)) * new_rate)
-            found = found[:, : count if self._end_sample is None or end > count + extra else max(end, 0)]
+            continues_past_header = self._end_sample is None or end > count + extra
+            found = found[:, : count if continues_past_header else max(end, 0)]
         return found.mean(0, keepdims=True) if mono and len(found) > 1 else found
 
     def _decode_resampled(self, first: int, count: int, rate: int) -> NDArray[np.float32]:

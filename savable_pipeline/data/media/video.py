@@ -400,7 +400,7 @@ class ImageFrames(Video):
         return float(self._index_at(time_s) / self._rate)
 
     def restart_at(self, time_s: float) -> None:
-        """See `Video.restart_at`: no image needs another one."""
+        """See `Video.restart_at`: nothing to do, as each image is decoded alone."""
 
     def close(self) -> None:
         """Close the archive. The file stays open."""

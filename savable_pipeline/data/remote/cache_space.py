@@ -85,28 +85,28 @@ class CacheSpace:
         with self._locked():
             in_use = self._in_use()
             if in_use + size > self._limit:
-                in_use = self._evict_to(self._limit - size, needed=True)
+                in_use = self._evict_to(self._limit - size, also_unused=True)
             self._set_in_use(in_use + size)
             self._pending += size
 
     def try_reserve(self, size: int) -> bool:
-        """Reserve `size` bytes if there is space, or return False.
+        """Reserve `size` bytes for samples requested in advance, or return False.
 
-        Only used samples are evicted for it.
+        They get a part of the cache. To make space, this evicts samples that were used, and no others.
         """
-        limit = int(self._limit * PREFETCH_FRACTION) - size
+        most_in_use = int(self._limit * PREFETCH_FRACTION) - size
         with self._locked():
             in_use = self._in_use()
-            if in_use > limit and time.monotonic() >= self._full_until:
-                in_use = self._evict_to(limit, needed=False)
-                self._full_until = time.monotonic() + (_PAUSE_S if in_use > limit else 0.0)
-            fits = in_use <= limit
+            if in_use > most_in_use and time.monotonic() >= self._full_until:
+                in_use = self._evict_to(most_in_use, also_unused=False)
+                self._full_until = time.monotonic() + (_PAUSE_S if in_use > most_in_use else 0.0)
+            fits = in_use <= most_in_use
             self._set_in_use(in_use + size if fits else in_use)
             self._pending += size if fits else 0
             return fits
 
-    def written(self, size: int) -> None:
-        """Record that `size` reserved bytes are written, or will never be.
+    def end_reservation(self, size: int) -> None:
+        """End the reservation of `size` bytes, which are written now, or never will be.
 
         Call it once for each reservation.
         """
@@ -117,7 +117,7 @@ class CacheSpace:
         """Evict `size` bytes from a full disk. Return False if nothing could be evicted."""
         with self._locked():
             before = bytes_in_use(self._cache)
-            self._set_in_use(self._evict_to(before - size, needed=True))
+            self._set_in_use(self._evict_to(before - size, also_unused=True))
             return bytes_in_use(self._cache) < before
 
     def _in_use(self) -> int:
@@ -128,15 +128,15 @@ class CacheSpace:
         raw = in_use.to_bytes(8, "little")
         os.pwrite(self._fd, raw + xxh3_64_digest(raw), 0)
 
-    def _evict_to(self, goal: int, needed: bool) -> int:
-        """Evict until the files take `goal` bytes, and return the bytes in use.
+    def _evict_to(self, goal: int, *, also_unused: bool) -> int:
+        """Evict used samples until the files take `goal` bytes, and return the bytes in use.
 
-        Only if the space is `needed` now, unused samples that were requested in advance are evicted too.
+        With `also_unused`, samples that were requested in advance and not used yet are evicted after them.
         """
         files = sorted(_files(self._cache), key=lambda file: self._last_use(*file))
         blocks = {path: stat.st_blocks for path, stat in files}
         in_use = self._evict(blocks, goal, int(goal * _LOW_WATER), also_unused=False)
-        return self._evict(blocks, goal, goal, also_unused=True) if needed else in_use
+        return self._evict(blocks, goal, goal, also_unused=True) if also_unused else in_use
 
     def _evict(self, blocks: dict[Path, int], above: int, goal: int, *, also_unused: bool) -> int:
         """If the files take more than `above` bytes, evict until they take `goal`.

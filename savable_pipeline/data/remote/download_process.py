@@ -53,7 +53,7 @@ class SameContent:
         The rows belong to one file, and `content` is the hash of the file.
         """
         shard = cached.shard_of(row)
-        extent = begin, past = cached.extent(row, stop)
+        extent = begin_byte, end_byte = cached.extent(row, stop)
         for other, number in self._others(cached).get(content, ()):
             first = int(other.firsts[number]) + row - int(cached.firsts[shard])
             end = first + stop - row
@@ -63,8 +63,8 @@ class SameContent:
             with contextlib.suppress(OSError), other.path(number).open("rb", buffering=0) as file:
                 if not other.is_valid(number, file.fileno(), first, end):
                     continue
-                for start in range(begin, past, PIECE):
-                    write(memoryview(os.pread(file.fileno(), min(PIECE, past - start), start)), start)
+                for offset in range(begin_byte, end_byte, PIECE):
+                    write(memoryview(os.pread(file.fileno(), min(PIECE, end_byte - offset), offset)), offset)
                 if (other.present[first:end] == before).all():
                     other.touched[number] = cached.touched[shard]
                     return True
@@ -230,7 +230,7 @@ class Downloads:
                 write = partial(self._write, file.fileno())
                 return self._copy(root, ShardEntry(name, size, 0, 0), write, 0, size, "")
         finally:
-            self._space.written(size)
+            self._space.end_reservation(size)
 
     def index_rows(self, root: str, folder: str, shards: list[int]) -> None:
         """Fetch the rows of these shards of a partly cached index."""
@@ -280,10 +280,10 @@ class Downloads:
         """
         first = needed[0] if needed else absent[0][0]
         end = next(end for _, end in absent if first < end)
-        start, past = cached.extent(first, end)
-        if past - start <= self.pace.request_bytes:
+        begin_byte, end_byte = cached.extent(first, end)
+        if end_byte - begin_byte <= self.pace.request_bytes:
             return first, end
-        after = cached.layout.row_from(cached.shard_of(first), start + self.pace.request_bytes + 1)
+        after = cached.layout.row_from(cached.shard_of(first), begin_byte + self.pace.request_bytes + 1)
         return first, max(first + 1, min(after, end) - 1)
 
     def forget(self, folder: str) -> None:
@@ -294,8 +294,8 @@ class Downloads:
 
     def size_of(self, root: str, folder: str, row: int, stop: int, *_: Any) -> int:
         """Return the number of bytes of a request for rows."""
-        start, past = self._version(folder).extent(row, stop)
-        return past - start
+        begin_byte, end_byte = self._version(folder).extent(row, stop)
+        return end_byte - begin_byte
 
     def _download_absent(self, root: str, cached: ShardCache, fd: int, row: int, stop: int, needed: list[int]) -> None:
         """Download rows under the caller's lock.
@@ -304,8 +304,8 @@ class Downloads:
         """
         only_needed = list[tuple[int, int]]()  # runs of needed rows, where there is no space for all
         for first, end in cached.missing(row, stop):
-            start, past = cached.extent(first, end)
-            if self._space.try_reserve(past - start):
+            begin_byte, end_byte = cached.extent(first, end)
+            if self._space.try_reserve(end_byte - begin_byte):
                 try:
                     self._download_reserved(root, cached, fd, first, end)
                     continue
@@ -315,30 +315,30 @@ class Downloads:
             cached.used[first:end] = NO_SPACE
             only_needed += runs(np.array([row for row in needed if first <= row < end], dtype=np.int64))
         for first, end in only_needed:
-            start, past = cached.extent(first, end)
-            self._space.reserve(past - start)
+            begin_byte, end_byte = cached.extent(first, end)
+            self._space.reserve(end_byte - begin_byte)
             self._download_reserved(root, cached, fd, first, end)
 
     def _download_reserved(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Download rows whose bytes are reserved."""
-        start, past = cached.extent(row, stop)
+        begin_byte, end_byte = cached.extent(row, stop)
         try:
             self._download(root, cached, fd, row, stop)
         except BaseException:
-            punch_hole(fd, start, past)  # the bytes that arrived must not occupy space
+            punch_hole(fd, begin_byte, end_byte)  # the bytes that arrived must not occupy space
             raise
         finally:
-            self._space.written(past - start)
+            self._space.end_reservation(end_byte - begin_byte)
 
     def _download(self, root: str, cached: ShardCache, fd: int, row: int, stop: int) -> None:
         """Download rows of one shard into its file `fd`."""
-        start, past = cached.extent(row, stop)
+        begin_byte, end_byte = cached.extent(row, stop)
         shard = cached.shard_of(row)
         entry, pin = cached.shards[shard], cached.pin(shard)
         try:
             write = partial(self._write, fd)
             version = self._copy_cached(root, cached, write, row, stop)
-            version = version or self._copy(root, entry, write, start, past, pin)
+            version = version or self._copy(root, entry, write, begin_byte, end_byte, pin)
             matches = all(cached.layout.headers_match(shard, fd, each) for each in {row, stop - 1})
             if not matches or (version and cached.pin(shard, version) != version):
                 raise ShardError(

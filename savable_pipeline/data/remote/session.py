@@ -287,7 +287,7 @@ class Session:
 def scratch() -> Iterator[tuple[Path, Session]]:
     """Yield a temporary folder, and a session that downloads into it.
 
-    One process serves all such folders.
+    All these folders of a process share one downloading process.
     """
     session = job_session()
     with tempfile.TemporaryDirectory(dir=session.cache, ignore_cleanup_errors=True) as name:

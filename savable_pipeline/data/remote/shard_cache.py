@@ -16,8 +16,8 @@
           long          large samples of tars, see `LongSamples`
           beside        complete sidecar files
 
-A row is a sample of a tar or a block of another file. Rows that are not cached are holes in the sparse file. Arguments
-`row` and `stop` are a range of rows, and `start` and `past` a range of bytes. `stop` and `past` are not in it.
+A row is a sample of a tar or a block of another file. Rows that are not cached are holes in the sparse file. The rows
+from `row` to `stop - 1` have the bytes from `begin_byte` to `end_byte - 1` of their shard.
 
 `present` is a sequence lock. A download locks the bytes of a row, writes them and the checksum, and makes `present`
 odd. An eviction makes it even and punches a hole. A read is valid if it sees the same odd number before and after and
@@ -239,12 +239,12 @@ class ShardCache:
         return xxh3_64_intdigest(self.pin(shard).encode())
 
     def _checksum(self, fd: int, row: int, seed: int) -> int:
-        start, past = self.extent(row, row + 1)
-        if past - start <= PIECE:
-            return xxh3_64_intdigest(os.pread(fd, past - start, start), seed) & 0xFFFFFFFF
+        begin_byte, end_byte = self.extent(row, row + 1)
+        if end_byte - begin_byte <= PIECE:
+            return xxh3_64_intdigest(os.pread(fd, end_byte - begin_byte, begin_byte), seed) & 0xFFFFFFFF
         summed = xxh3_64(seed=seed)
-        for begin in range(start, past, PIECE):
-            summed.update(os.pread(fd, min(PIECE, past - begin), begin))
+        for offset in range(begin_byte, end_byte, PIECE):
+            summed.update(os.pread(fd, min(PIECE, end_byte - offset), offset))
         return summed.intdigest() & 0xFFFFFFFF
 
     def _drop_damaged(self, shard: int, row: int) -> None:
@@ -266,14 +266,14 @@ class ShardCache:
         finally:
             os.close(fd)
 
-    def _warn_of_damage(self, shard: int, start: int, past: int) -> None:
+    def _warn_of_damage(self, shard: int, begin_byte: int, end_byte: int) -> None:
         if shard not in self._dropped:
             self._dropped.add(shard)
             log.warning(
                 "%s: bytes %d to %d were changed by a crash, the disk or a program. They are downloaded again",
                 self.path(shard),
-                start,
-                past - 1,
+                begin_byte,
+                end_byte - 1,
             )
 
     def evict(self, shard: int, fd: int, *, also_unused: bool) -> None:
@@ -307,9 +307,9 @@ class ShardCache:
 
     def _rows_around(self, shard: int, row: int, stop: int) -> tuple[int, int]:
         """Return the range of rows that share a disk block with rows `row` to `stop - 1`, which it includes."""
-        (start, past), first = self.extent(row, stop), int(self.firsts[shard])
-        low = self.layout.row_from(shard, start // DISK_BLOCK * DISK_BLOCK + 1) - 1
-        high = self.layout.row_from(shard, -(-past // DISK_BLOCK) * DISK_BLOCK)
+        (begin_byte, end_byte), first = self.extent(row, stop), int(self.firsts[shard])
+        low = self.layout.row_from(shard, begin_byte // DISK_BLOCK * DISK_BLOCK + 1) - 1
+        high = self.layout.row_from(shard, -(-end_byte // DISK_BLOCK) * DISK_BLOCK)
         return min(max(low, first), row), max(high, stop)
 
     def _hole(self, row: int, stop: int, low: int, high: int) -> tuple[int, int]:
@@ -318,12 +318,12 @@ class ShardCache:
         `low` and `high` are those of `_rows_around`. Without the extension, a block that two rows share would remain
         after both are evicted.
         """
-        start, past = self.extent(row, stop)
+        begin_byte, end_byte = self.extent(row, stop)
         if not (self.present[low:row] & 1).any():
-            start = start // DISK_BLOCK * DISK_BLOCK
+            begin_byte = begin_byte // DISK_BLOCK * DISK_BLOCK
         if not (self.present[stop:high] & 1).any():
-            past = -(-past // DISK_BLOCK) * DISK_BLOCK
-        return start, past
+            end_byte = -(-end_byte // DISK_BLOCK) * DISK_BLOCK
+        return begin_byte, end_byte
 
 
 def create_flags(folder: Path) -> None:

@@ -121,7 +121,10 @@ def open_image(data: bytes | BinaryIO, extension: str = "") -> Image.Image:
 
 
 def _how_narrowed(image: Image.Image) -> str:
-    """Return how Pillow narrows 16-bit colors to 8 bits per channel, or "". It has no mode for 16-bit colors."""
+    """Return how Pillow narrows an image's 16-bit colors to 8 bits per channel, or "" if it has none.
+
+    Pillow narrows them because none of its modes holds 16-bit colors.
+    """
     arguments = [tile.args for tile in getattr(image, "tile", ())]
     if any(";16" in str(each) for each in arguments):
         return "v >> 8"

@@ -44,9 +44,10 @@ def check_subset(reader: str, subset: Subset | None) -> None:
 class Selection:
     """Some samples of a dataset with these shards.
 
-    `names` are the names of the shards, `firsts` the indices of their first samples, and the number of all. `shards`
-    names the shards to use, in this order (None: all). `excluded` has the rows to skip, by shard. `keys` has for each
-    shard the key of the random choice from it (None: its name). Raises `ShardError` if no sample remains.
+    `names` are the names of the shards. `firsts` has the dataset index of the first sample of each, then the number of
+    samples. `shards` names the shards to use, in this order (None: all). `excluded` has the rows to skip, by the
+    shard's name. `keys` has for each shard the key of the random choice from it (None: its name). Raises `ShardError`
+    if no sample remains.
     """
 
     def __init__(
@@ -59,17 +60,18 @@ class Selection:
         subset: Subset | None = None,
         keys: list[str] | None = None,
     ) -> None:
-        self._names = names
-        self._keys = names if keys is None else keys
+        self._shard_names = names
+        self._random_keys = names if keys is None else keys
         self._dataset_firsts = firsts
         self._sizes = np.diff(firsts)
         self._excluded = excluded or {}
         self._has_subset = subset is not None
         counts = self._split_counts(shards)
-        self._low, self._high = _subset_ranges(self._keys, counts, subset)
+        self._low, self._high = _subset_ranges(self._random_keys, counts, subset)
         self.order = _order(names, shards)  # int64 (shards,): dataset numbers of the shards in order
-        self.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])  # int64 (shards + 1,)
-        self.count = int(self.firsts[-1])
+        # first position of each shard in that order, then the number of samples: int64 (shards + 1,)
+        self.first_positions = np.concatenate([[0], np.cumsum((self._high - self._low)[self.order])])
+        self.count = int(self.first_positions[-1])
         if not self.count:
             raise ShardError("split= and subset= leave no sample. Pass a larger subset=")
         self._rows_of = functools.lru_cache(_CACHED_SHARDS)(self._selected_rows)
@@ -79,7 +81,7 @@ class Selection:
         used = None if shards is None else set(shards)
         counts = [
             size - len(self._excluded.get(name, ())) if used is None or name in used else 0
-            for name, size in zip(self._names, self._sizes.tolist(), strict=True)
+            for name, size in zip(self._shard_names, self._sizes.tolist(), strict=True)
         ]
         return np.array(counts, dtype=np.int64)
 
@@ -90,8 +92,8 @@ class Selection:
         """
         restricted = copy.copy(self)
         restricted.order = self.order[self.order < shards]
-        restricted.firsts = np.concatenate([[0], np.cumsum((self._high - self._low)[restricted.order])])
-        restricted.count = int(restricted.firsts[-1])
+        restricted.first_positions = np.concatenate([[0], np.cumsum((self._high - self._low)[restricted.order])])
+        restricted.count = int(restricted.first_positions[-1])
         return restricted
 
     def locate(self, positions: Rows) -> Rows:
@@ -99,11 +101,11 @@ class Selection:
 
         The result is int64 of the same shape.
         """
-        ranks = np.searchsorted(self.firsts, positions, side="right") - 1  # positions of shards in `order`
-        rows = positions - self.firsts[ranks]
+        ranks = np.searchsorted(self.first_positions, positions, side="right") - 1  # positions of shards in `order`
+        rows = positions - self.first_positions[ranks]
         shards = self.order[ranks]
         for shard in np.unique(shards).tolist():
-            if self._has_subset or self._names[shard] in self._excluded:
+            if self._has_subset or self._shard_names[shard] in self._excluded:
                 in_shard = shards == shard
                 rows[in_shard] = self._rows_of(shard)[rows[in_shard]]
         indices: Rows = rows + self._dataset_firsts[shards]
@@ -111,11 +113,11 @@ class Selection:
 
     def _selected_rows(self, shard: int) -> Rows:
         """Return the selected rows of a shard, counted from its first, ascending."""
-        name = self._names[shard]
+        name = self._shard_names[shard]
         rows = np.delete(np.arange(self._sizes[shard]), self._excluded.get(name, []))
         if not self._has_subset:
             return rows
-        order = permutation(derive_key("subset", self._keys[shard]), len(rows))
+        order = permutation(derive_key("subset", self._random_keys[shard]), len(rows))
         return np.sort(rows[order[self._low[shard] : self._high[shard]]])
 
     def manifest(self) -> dict[str, Any]:
@@ -124,10 +126,10 @@ class Selection:
         They are the number of shards, the number of samples, and a hash of the selection.
         """
         digest = xxh3_64()
-        counts = np.diff(self.firsts)
+        counts = np.diff(self.first_positions)
         for shard in self.order[np.flatnonzero(counts)].tolist():
-            name = self._names[shard]
-            digest.update(f"{self._keys[shard]}\0{self._low[shard]}\0{self._high[shard]}\0".encode())
+            name = self._shard_names[shard]
+            digest.update(f"{self._random_keys[shard]}\0{self._low[shard]}\0{self._high[shard]}\0".encode())
             digest.update(np.asarray(self._excluded.get(name, []), dtype="<i8").tobytes())
         return {"shards": int((counts > 0).sum()), "samples": self.count, "digest": digest.intdigest()}
 

@@ -24,15 +24,15 @@ def load_yaml(raw: bytes) -> Any:
     """
     try:
         check_yaml(raw, aliases=False)
-        return constructed(lambda: yaml.load(raw, _LOADER))
+        return construct_yaml_value(lambda: yaml.load(raw, _LOADER))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
-def constructed(construct: Callable[[], Any]) -> Any:
-    """Return the result of `construct()`.
+def construct_yaml_value(construct: Callable[[], Any]) -> Any:
+    """Return the value that `construct`, a function without arguments, makes of YAML.
 
-    Raises ValueError for a value that contradicts its tag.
+    Raises ValueError for a value that contradicts its tag, such as `!!int a`.
     """
     try:
         return construct()

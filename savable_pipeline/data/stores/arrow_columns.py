@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import accumulate, repeat
 from struct import calcsize
 from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote
@@ -503,8 +503,8 @@ def extension_of(path: str) -> str:
 
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Hive's folder name for rows whose partition value is null
-# where a part of a row is: in a column, or in an element (by number) of a column of lists
-PartSource: TypeAlias = "str | tuple[str, int]"
+# where a part of a row is: in the column of this name, or in the element of this number in a column of lists
+PartLocation: TypeAlias = "str | tuple[str, int]"
 
 
 class NoBytesError(ValueError):
@@ -515,8 +515,8 @@ class ArrowRows:
     """Rows in record batches of one schema.
 
     The column `hidden` is read, but is not a part. `constants` are parts that all rows have, such as the values of
-    partitions. A row that names a file without its bytes raises `NoBytesError`. With `partial`, the row lacks that
-    part, and `named_files` returns it. Some values may be `unread`.
+    partitions. To read a row that names a file without its bytes raises `NoBytesError`. With `partial`, the row lacks
+    that part, and `named_files` returns the file. Some values may be `unread`.
     """
 
     def __init__(
@@ -532,29 +532,30 @@ class ArrowRows:
             {name: column_of(name, batch.column(i), unread) for i, name in enumerate(batch.schema.names)}
             for batch in batches
         ]
-        self._firsts = [0]
-        for batch in batches:
-            self._firsts.append(self._firsts[-1] + batch.num_rows)
+        # the first row of each batch, then the number of rows
+        self._batch_starts: list[int] = [0, *accumulate(batch.num_rows for batch in batches)]
+        self._first_batch_rows = batches[0].num_rows if batches else 0
         names = [name for name in batches[0].schema.names if name != hidden] if batches else []
         self._names = names
-        self._constants = {name: value for name, value in constants.items() if name not in names}
+        self._constant_parts = {name: value for name, value in constants.items() if name not in names}
         self._media = [name for name in names if isinstance(self._batches[0][name], MediaColumn)]
         self._lists = [name for name in names if isinstance(self._batches[0][name], MediaListColumn)]
         media = [*self._media, *self._lists]
         counts = {name: sum(len(columns[name].path_rows) for columns in self._batches) for name in media}
         # number of rows that name files without their bytes, by column
         self._path_counts = {name: count for name, count in counts.items() if count}
-        self._rejects_paths = bool(self._path_counts) and not partial
+        # a bare path names a file without its bytes
+        self._rejects_bare_path = bool(self._path_counts) and not partial
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self._batch_starts[-1]
 
     def value(self, row: int, name: str) -> bytes | None:
         """Return the bytes in a column of a row, or None for null.
 
         Raises KeyError if there is no such column.
         """
-        if row < self._firsts[1]:  # in most files, each group is one batch, so the search below is skipped
+        if row < self._first_batch_rows:  # in most files, each group is one batch, so the search below is skipped
             first: Column = self._batches[0][name]
             return first.value(row)
         column, row = self._column(row, name)
@@ -562,18 +563,21 @@ class ArrowRows:
         return found
 
     def read(self, row: int, extension: str) -> bytes:
-        """Return the bytes of a part. Raises KeyError if it is missing, `NoBytesError`."""
-        if self._rejects_paths:
-            self._check_bytes(row)
+        """Return the bytes of a part.
+
+        Raises KeyError if the part is missing, and `NoBytesError` if the row names a file without its bytes.
+        """
+        if self._rejects_bare_path:
+            self._raise_for_bare_path(row)
         if extension in self._names:
-            in_first = row < self._firsts[1]  # inlined from `value`, because a call is slow
+            in_first = row < self._first_batch_rows  # inlined from `value`, because a call is slow
             found: bytes | None = self._batches[0][extension].value(row) if in_first else self.value(row, extension)
             if found is not None:
                 return found
         parts = dict(self.parts(row))
-        source = parts[find_part(extension, parts)]
-        data = self._constants[source] if source in self._constants else self._value_at(row, source)
-        assert data is not None, source
+        location = parts[find_part(extension, parts)]
+        data = self._constant_parts[location] if location in self._constant_parts else self._value_at(row, location)
+        assert data is not None, location
         return data
 
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
@@ -582,7 +586,7 @@ class ArrowRows:
         The result is None for strings, bytes and missing parts.
         """
         name = _equal_name(extension, self._names)
-        column, position = self._column(row, name) if name in self._names and not self._rejects_paths else (None, 0)
+        column, position = self._column(row, name) if name in self._names and not self._rejects_bare_path else (None, 0)
         if not isinstance(column, NumberColumn | ValueColumn) or not column.has_part(position):
             return None
         try:
@@ -592,12 +596,12 @@ class ArrowRows:
 
     def extensions(self, row: int) -> list[str]:
         """Return the names of the parts that a row has. Raises `NoBytesError`."""
-        if self._rejects_paths:
-            self._check_bytes(row)
+        if self._rejects_bare_path:
+            self._raise_for_bare_path(row)
         return [part for part, _ in self.parts(row)]
 
-    def parts(self, row: int) -> Iterator[tuple[str, PartSource]]:
-        """Yield the parts of a row and the source of each."""
+    def parts(self, row: int) -> Iterator[tuple[str, PartLocation]]:
+        """Yield the name and the location of each part of a row."""
         for name in self._names:
             column, position = self._column(row, name)
             if column.has_part(position):
@@ -605,7 +609,7 @@ class ArrowRows:
                 yield (self._part_name(name, extension) if extension else name), name
             elif name in self._lists:
                 yield from self._elements(row, name)
-        for name in self._constants:
+        for name in self._constant_parts:
             yield name, name
 
     def nulls(self, row: int) -> list[str]:
@@ -624,13 +628,13 @@ class ArrowRows:
             for extension in [extension_of(path)]
         ]
 
-    def values(self, row: int) -> dict[PartSource, bytes]:
-        """Return the bytes of the non-null parts of a row, by their source."""
-        found: dict[PartSource, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
+    def values(self, row: int) -> dict[PartLocation, bytes]:
+        """Return the bytes of the non-null parts of a row, by their location."""
+        found: dict[PartLocation, bytes | None] = {name: self.value(row, name) for name in self._batches[0]}
         for name in self._lists:
-            found |= {source: self._value_at(row, source) for _, source in self._elements(row, name)}
-        found |= {name: value for name, value in self._constants.items() if found.get(name) is None}
-        return {source: value for source, value in found.items() if value is not None}
+            found |= {location: self._value_at(row, location) for _, location in self._elements(row, name)}
+        found |= {name: value for name, value in self._constant_parts.items() if found.get(name) is None}
+        return {location: value for location, value in found.items() if value is not None}
 
     def retain(self, row: int) -> RetainedRow:
         """Copy a row, to use it after these rows are evicted."""
@@ -641,28 +645,29 @@ class ArrowRows:
 
         The result is "" for a row with all bytes.
         """
-        for file in self.named_files(row) if self._rejects_paths else ():
+        for file in self.named_files(row) if self._rejects_bare_path else ():
             counts = f"{self._path_counts[file.column]:,} of {len(self):,} rows have a path and no bytes"
             return f"the column {file.column!r} holds {file.path[:200]!r} and no bytes ({counts})"
         return ""
 
-    def _check_bytes(self, row: int) -> None:
+    def _raise_for_bare_path(self, row: int) -> None:
+        """Raise `NoBytesError` if a row names files without their bytes."""
         if fault := self.fault(row):
             raise NoBytesError(fault)
 
-    def _value_at(self, row: int, source: PartSource) -> bytes | None:
-        """Return the bytes at a source of a row."""
-        if isinstance(source, str):
-            return self.value(row, source)
-        name, number = source
+    def _value_at(self, row: int, location: PartLocation) -> bytes | None:
+        """Return the bytes at a location in a row, or None for null."""
+        if isinstance(location, str):
+            return self.value(row, location)
+        name, number = location
         column, elements = self._list_column(row, name)
         found: bytes | None = column.items.value(elements[number])
         return found
 
     def _column(self, row: int, name: str) -> tuple[Any, int]:
         """Return the column with a row, and the row's position in the column."""
-        batch = bisect_right(self._firsts, row) - 1
-        return self._batches[batch][name], row - self._firsts[batch]
+        batch = bisect_right(self._batch_starts, row) - 1
+        return self._batches[batch][name], row - self._batch_starts[batch]
 
     def _list_column(self, row: int, name: str) -> tuple[Any, range]:
         """Return the column of lists with a row, and the range of the row's elements."""
@@ -675,8 +680,8 @@ class ArrowRows:
             return column.is_null(position) or any(map(_is_absent, repeat(column.items), column.elements(position)))
         return _is_absent(column, position) if isinstance(column, MediaColumn) else column.value(position) is None
 
-    def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartSource]]:
-        """Yield `0.jpg`, `1.jpg`, … for the images in a list of a row, and the source of each."""
+    def _elements(self, row: int, name: str) -> Iterator[tuple[str, PartLocation]]:
+        """Yield `0.jpg`, `1.jpg`, … for the images in a list of a row, and the location of each."""
         column, elements = self._list_column(row, name)
         for i, element in enumerate(elements):
             if column.items.has_part(element):
@@ -726,20 +731,20 @@ class RetainedRow:
 
     def read(self, row: int, extension: str) -> bytes:
         """See `ArrowRows.read`."""
-        self._check_bytes()
+        self._raise_for_bare_path()
         found = self._values.get(extension) if extension in self._parts.values() else None
         return self._values[self._parts[find_part(extension, self._parts)]] if found is None else found
 
     def extensions(self, row: int) -> list[str]:
         """See `ArrowRows.extensions`."""
-        self._check_bytes()
+        self._raise_for_bare_path()
         return list(self._parts)
 
     def numbers(self, row: int, extension: str) -> NDArray[Any] | TypeError | None:
         """See `ArrowRows.numbers`."""
         return self._numbers.get(_equal_name(extension, self._numbers))
 
-    def _check_bytes(self) -> None:
+    def _raise_for_bare_path(self) -> None:
         if self._fault:
             raise NoBytesError(self._fault)
 

@@ -56,7 +56,7 @@ class Flatbuffer:
 
     def __init__(self, data: bytes, offset: int) -> None:
         self._data, self._start = data, offset
-        self._fields = offset - self._number_at("<i", offset)
+        self._fields = offset - self._number_at("<i", offset)  # where the offsets of the fields are listed
         if not 0 <= self._fields < len(data):
             raise struct.error("a table outside of the buffer")
         self._length = self._number_at("<H", self._fields)
@@ -207,14 +207,14 @@ def read_arrow_table(file: ByteSource, name: str) -> ShardTable:
 
     Damage is noted in the entry, and the batches before it are used.
     """
-    found = _Found()
+    scan = _Scan()
     try:
-        fault = _read_file(file, found) if file.head(len(ARROW_MAGIC)) == ARROW_MAGIC else _read_stream(file, found)
+        fault = _read_file(file, scan) if file.head(len(ARROW_MAGIC)) == ARROW_MAGIC else _read_stream(file, scan)
     except MessageError as error:
         fault = f"{error}: {_FIX}"
-    blob = _blob(found)
-    rows = sum(message.rows for message in found.batches)
-    digest = _digest(blob, found.schema_digest)
+    blob = _blob(scan)
+    rows = sum(message.rows for message in scan.batches)
+    digest = _digest(blob, scan.schema_digest)
     return ShardTable(
         ShardEntry(name, file.size, rows, digest, encodable(f"{name}: {fault}") if fault else ""), blob.tobytes()
     )
@@ -258,6 +258,8 @@ def read_message(file: ByteSource, offset: int) -> ArrowMessage:
     metadata = file.read_at(offset + 8, length)
     try:
         table = Flatbuffer.root(metadata)
+        # fields of Arrow's Message.fbs: 1 kind of the header, 2 header, 3 bytes of the body; of a batch's header:
+        # 0 rows, 2 buffers, 3 compression
         kind, body, header = table.number(1, "<B"), table.number(3, "<q"), table.table(2)
         rows = header.number(0, "<q") if kind == _BATCH else 0
         is_compressed = kind == _BATCH and header.has(3)
@@ -280,7 +282,7 @@ def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
     total = 0
     try:
         header = Flatbuffer.root(bytes(raw[8 : message.head])).table(2)
-        for offset, length in header.structs(2, "<qq"):
+        for offset, length in header.structs(2, "<qq"):  # of each buffer in the body, as stored
             if length:
                 # a length of -1 means that the buffer is not compressed
                 total += max(length, struct.unpack_from("<q", raw, message.head + offset)[0])
@@ -289,8 +291,8 @@ def decoded_bytes(raw: memoryview, message: ArrowMessage) -> int:
     return total
 
 
-class _Found:
-    """Scan of a file so far: its schema's message or its footer, and its batches."""
+class _Scan:
+    """What was read of a file so far: its schema's message or its footer, and its batches."""
 
     def __init__(self) -> None:
         self.schema: ArrowMessage | None = None
@@ -310,8 +312,8 @@ class _Found:
         return all(before and before.end == batch.offset for before, batch in zip(previous, self.batches, strict=False))
 
 
-def _read_stream(file: ByteSource, found: _Found) -> str:
-    """Add the messages of a stream to `found` and return its fault, or "". Raises `MessageError`."""
+def _read_stream(file: ByteSource, scan: _Scan) -> str:
+    """Add the messages of a stream to `scan` and return its fault, or "". Raises `MessageError`."""
     if file.read_at(0, len(_FEATHER_1)) == _FEATHER_1:
         return (
             "Feather version 1, which only old libraries read; write it as version 2 with one of them: "
@@ -325,21 +327,21 @@ def _read_stream(file: ByteSource, found: _Found) -> str:
             return _NO_DICTIONARIES
         if message.is_big_endian:
             return _BIG_ENDIAN
-        if message.kind != (_SCHEMA if found.schema is None else _BATCH):
+        if message.kind != (_SCHEMA if scan.schema is None else _BATCH):
             return f"a message of kind {message.kind} at byte {message.offset}; is it an Arrow file?"
-        if found.schema is None:
-            found.schema = message
+        if scan.schema is None:
+            scan.schema = message
         else:
-            found.batches.append(message)
-    return "no Arrow schema; is it an Arrow file?" if found.schema is None else ""
+            scan.batches.append(message)
+    return "no Arrow schema; is it an Arrow file?" if scan.schema is None else ""
 
 
-def _read_file(file: ByteSource, found: _Found) -> str:
-    """Add the batches in the footer to `found` and return the fault, or "". Raises `MessageError`."""
+def _read_file(file: ByteSource, scan: _Scan) -> str:
+    """Add the batches in the footer to `scan` and return the fault, or "". Raises `MessageError`."""
     footer = read_arrow_footer(file)
-    found.schema = _leading_schema(file)
-    if found.schema is None:
-        found.footer = footer
+    scan.schema = _leading_schema(file)
+    if scan.schema is None:
+        scan.footer = footer
     if footer.has_dictionaries:
         return _NO_DICTIONARIES
     if footer.is_big_endian:
@@ -349,11 +351,11 @@ def _read_file(file: ByteSource, found: _Found) -> str:
             message = read_message(file, offset)
             if message.kind != _BATCH or (message.head, message.body) != (head, body) or message.end > footer.offset:
                 raise MessageError(f"no record batch of {head} and {body} bytes at byte {offset}, as the footer says")
-            found.batches.append(message)
+            scan.batches.append(message)
     finally:
-        if not found.follow_each_other():
-            found.footer = footer
-    return _overlap_fault(found) or _unlisted_fault(file, found)
+        if not scan.follow_each_other():
+            scan.footer = footer
+    return _overlap_fault(scan) or _unlisted_fault(file, scan)
 
 
 def _leading_schema(file: ByteSource) -> ArrowMessage | None:
@@ -364,20 +366,20 @@ def _leading_schema(file: ByteSource) -> ArrowMessage | None:
     return None
 
 
-def _overlap_fault(found: _Found) -> str:
+def _overlap_fault(scan: _Scan) -> str:
     """Return the fault of a footer whose batches overlap, or "". No batch of such a file is used."""
-    batches = sorted(found.batches, key=lambda message: message.offset)
+    batches = sorted(scan.batches, key=lambda message: message.offset)
     for one, other in pairwise(batches):
         if other.offset < one.end:
-            found.batches.clear()
+            scan.batches.clear()
             return f"the footer names record batches at bytes {one.offset} and {other.offset} that overlap: {_FIX}"
     return ""
 
 
-def _unlisted_fault(file: ByteSource, found: _Found) -> str:
+def _unlisted_fault(file: ByteSource, scan: _Scan) -> str:
     """Return the fault of a file with a batch that its footer does not list, or ""."""
-    listed = {message.offset for message in found.batches}
-    ends = [message.end for message in (found.schema, *found.batches) if message is not None]
+    listed = {message.offset for message in scan.batches}
+    ends = [message.end for message in (scan.schema, *scan.batches) if message is not None]
     for end in ends:
         with contextlib.suppress(MessageError):
             if end not in listed and read_message(file, end).kind == _BATCH:
@@ -385,11 +387,11 @@ def _unlisted_fault(file: ByteSource, found: _Found) -> str:
     return ""
 
 
-def _blob(found: _Found) -> FileBlob:
-    begins, ends = [message.offset for message in found.batches], [message.end for message in found.batches]
-    rows, digests = [message.rows for message in found.batches], [message.digest for message in found.batches]
-    if found.footer is not None:
-        return np.array([_IN_FOOTER + found.footer.offset, *begins, *ends, *rows, *digests], dtype="<u8")
-    if found.schema is None:
+def _blob(scan: _Scan) -> FileBlob:
+    begins, ends = [message.offset for message in scan.batches], [message.end for message in scan.batches]
+    rows, digests = [message.rows for message in scan.batches], [message.digest for message in scan.batches]
+    if scan.footer is not None:
+        return np.array([_IN_FOOTER + scan.footer.offset, *begins, *ends, *rows, *digests], dtype="<u8")
+    if scan.schema is None:
         return np.zeros(2, "<u8")
-    return np.array([found.schema.offset, *begins, [found.schema.end, *ends][-1], *rows, *digests], dtype="<u8")
+    return np.array([scan.schema.offset, *begins, [scan.schema.end, *ends][-1], *rows, *digests], dtype="<u8")

@@ -79,10 +79,10 @@ class UnreadBatch:
         """
         pairs = [pair for column in columns for pair in _buffers(column, nested=False)]
         found = [(self._offset_of(buffer), buffer.size) for buffer, by_value in pairs if buffer and not by_value]
-        values = 0
+        value_bytes = 0
         for buffer in sorted((buffer for buffer, by_value in pairs if buffer and by_value), key=lambda each: each.size):
-            values += buffer.size
-            if whole or values <= _WHOLE_BYTES:
+            value_bytes += buffer.size
+            if whole or value_bytes <= _WHOLE_BYTES:
                 found.append((self._offset_of(buffer), buffer.size))
             else:
                 self._unread.add(self._offset_of(buffer))
@@ -103,7 +103,7 @@ class UnreadBatch:
         kind, buffers = array.type, array.buffers()
         if not any(buffer and self._offset_of(buffer) in self._unread for buffer in buffers):
             return array.slice(first, count)
-        own, children = [_bits(buffers[0], first, count)], []
+        own, children = [_validity_bits(buffers[0], first, count)], []  # buffers and children of the returned array
         if pa.types.is_fixed_size_list(kind):
             children = [self.rows(array.values, first * kind.list_size, count * kind.list_size)]
         elif pa.types.is_struct(kind):
@@ -111,8 +111,8 @@ class UnreadBatch:
         elif str(kind) in NUMBER_FORMATS:
             size = kind.bit_width // 8
             own.append(self._bytes(buffers[1], first * size, (first + count) * size))
-        elif (width := _offset_type(kind)) is not None:
-            offsets = np.frombuffer(buffers[1], width)[first : first + count + 1]
+        elif (offset_type := _offset_type(kind)) is not None:
+            offsets = np.frombuffer(buffers[1], offset_type)[first : first + count + 1]
             begin, end = int(offsets[0]), int(offsets[-1])
             own.append(pa.py_buffer(offsets - offsets[0]))
             if str(kind) in _BINARY:
@@ -138,7 +138,7 @@ def _buffers(array: Any, *, nested: bool) -> Iterator[tuple[Any, bool]]:
 
     Strings in lists and structs cannot, because Arrow checks that all of them are UTF-8.
     """
-    kind, own = str(array.type), array.buffers()
+    kind, own = str(array.type), array.buffers()  # validity bits, then offsets or numbers, then the values' bytes
     if kind in OFFSETS:
         yield from ((own[0], False), (own[1], False), (own[2], not nested or kind in _BINARY))
     elif kind in NUMBER_FORMATS:
@@ -162,7 +162,7 @@ def _offset_type(kind: Any) -> str | None:
     return "<i4" if pa.types.is_list(kind) or str(kind) == "binary" else None
 
 
-def _bits(bits: Any, first: int, count: int) -> Any:
+def _validity_bits(bits: Any, first: int, count: int) -> Any:
     """Return the validity bits of some rows, shifted to start at bit 0, or None if all are valid."""
     if bits is None:
         return None
@@ -250,6 +250,7 @@ class ArrowStore(ColumnarStore):
         return batch if self.wanted is None else batch.select(self.wanted)
 
     def _check_size(self, size: int) -> None:
+        """Raise ValueError if a record batch takes more bytes in memory than a group may."""
         if size > self.most_decoded:
             raise ValueError(f"it decodes to {human_bytes(size)}. Write smaller batches, or raise cache_bytes=")
 

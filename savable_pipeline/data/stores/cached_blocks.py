@@ -101,8 +101,8 @@ class DownloadedFiles(ShardFiles):
 
     def _check_room(self, shard: int, row: int, stop: int, tries: int = 0) -> None:
         """Raise `RemoteError` if the cache is too small for these rows, or if `tries` reads of them failed."""
-        start, past = self._cached.extent(row, stop)
-        size = past // DISK_BLOCK * DISK_BLOCK - start // DISK_BLOCK * DISK_BLOCK + DISK_BLOCK
+        begin_byte, end_byte = self._cached.extent(row, stop)
+        size = end_byte // DISK_BLOCK * DISK_BLOCK - begin_byte // DISK_BLOCK * DISK_BLOCK + DISK_BLOCK
         least = size + self._limit if tries else size
         if tries and not self._cached.is_current():
             raise RemoteError(

@@ -45,15 +45,15 @@ _CHECKED_ROWS = 1 << 12  # most rows to remember as checked
 class CachedFiles(DownloadedFiles):
     """Remote tars in the cache, where each row is a sample."""
 
-    def __init__(self, found: IndexedFiles) -> None:
-        assert found.remote is not None, found.address
-        super().__init__(found.remote, found.numbers, all_used=True)
-        self._url, self._found = self.remote.url, found
+    def __init__(self, indexed: IndexedFiles) -> None:
+        assert indexed.remote is not None, indexed.address
+        super().__init__(indexed.remote, indexed.numbers, all_used=True)
+        self._indexed, self._url = indexed, self.remote.url
         # shards to check for completeness, or None if they do not fit into the cache
-        self._nonempty = found.numbers[found.entries.samples > 0] if self._blocks.in_pieces else None
+        self._nonempty = indexed.numbers[indexed.entries.samples > 0] if self._blocks.in_pieces else None
         self._complete_at = -1  # the number of evictions when all shards were complete, or -1
         self._next_check = 0.0  # time of the next check for completeness
-        self._prefetch_refs = self.refs_ahead(found.mean_bytes)
+        self._prefetch_refs = self.refs_ahead(indexed.mean_bytes)
         self._touch_at = 0.0  # time of the next update of when shards were last used
 
     @property
@@ -68,16 +68,16 @@ class CachedFiles(DownloadedFiles):
 
     def _check(self, shard: int) -> None:
         if shard not in self._checked:
-            self._found.check_rows(shard)
+            self._indexed.check_rows(shard)
             self._checked.add(shard)
 
-    def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> LongSamples:
-        """See `ShardFiles.long_parts`."""
-        self._long = LongSamples(self, self._found, extent)
-        return self._long
+    def long_sample_reader(self, reader: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> LongSamples:
+        """See `ShardFiles.long_sample_reader`."""
+        self._long_samples = LongSamples(self, self._indexed, extent)
+        return self._long_samples
 
-    def download_before(self, read: ReadRow[Location, T], long: ReadRow[Location, T]) -> ReadRow[Location, T]:
-        """See `ShardFiles.download_before`.
+    def download_first(self, read: ReadRow[Location, T], read_long: ReadRow[Location, T]) -> ReadRow[Location, T]:
+        """See `ShardFiles.download_first`.
 
         The download is repeated if the row is evicted or damaged.
         """
@@ -86,7 +86,7 @@ class CachedFiles(DownloadedFiles):
         def read_downloaded(shard: int, row: int, location: Location) -> T:
             for _ in range(TRIES):
                 before = present[row]
-                if before & 1:
+                if before & 1:  # the row is cached
                     if verified[row] == before or self.is_valid(shard, row, row + 1):
                         try:
                             found = read(shard, row, location)
@@ -97,21 +97,21 @@ class CachedFiles(DownloadedFiles):
                             if present[row] == before and self.is_valid(shard, row, row + 1):
                                 raise
                 elif self._is_long(row):
-                    return long(shard, row, location)
+                    return read_long(shard, row, location)
                 self._download(shard, row)
             self._check_room(shard, row, row + 1, TRIES)
             raise AssertionError
 
         return read_downloaded
 
-    def fetch_rows_before(self, rows: Locate) -> Locate:
-        """See `ShardFiles.fetch_rows_before`."""
+    def fetch_rows_first(self, locate: Locate) -> Locate:
+        """See `ShardFiles.fetch_rows_first`."""
 
-        def rows_once_fetched(shards: Rows, positions: Rows) -> Rows:
-            self.fetch_rows(self._found.numbers[shards])
-            return rows(shards, positions)
+        def fetch_and_locate(shards: Rows, positions: Rows) -> Rows:
+            self.fetch_rows(self._indexed.numbers[shards])
+            return locate(shards, positions)
 
-        self._rows = rows if self._cached.layout.parts is None else rows_once_fetched
+        self._rows = locate if self._cached.layout.parts is None else fetch_and_locate
         return self._rows
 
     def prefetch(self, indices: Rows) -> None:
@@ -120,8 +120,8 @@ class CachedFiles(DownloadedFiles):
         if self._is_complete() and now < self._touch_at:
             return
         self._touch_at = now + _TOUCH_S
-        shards = self._found.shards_of(indices)
-        rows = self._without_long(self._rows(shards, indices - self._found.firsts[shards]))
+        shards = self._indexed.shards_of(indices)
+        rows = self._without_long(self._rows(shards, indices - self._indexed.firsts[shards]))
         present = self._cached.present[rows] & 1 == 1
         self._cached.used[rows] = WANTED
         self._cached.touched[self._cached.shards_of(rows[present])] = time.time()
@@ -157,17 +157,16 @@ class CachedFiles(DownloadedFiles):
             self._prefetch(Urgency.SOON, *self._request(*block), needed_rows, False)
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Return bytes (offset, size) of a long sample without caching it whole, or None.
+        """Return bytes of a long sample without caching it whole, or None.
 
-        The result is None for a sample that is short enough to cache.
+        `extent` is their offset and size. The result is None for a sample that is short enough to cache.
         """
         if not self._is_long(row):
             return None
-        (offset, size), entry = extent, self._found.entries[shard]
-        data = self._long.cached_span(shard, row, extent) if size else b""
-        if data is None:
-            data = self._call("part", self._url, entry.name, entry.size, offset, offset + size)
-        return data
+        (offset, size), entry = extent, self._indexed.entries[shard]
+        data = self._long_samples.cached_span(shard, row, extent) if size else b""
+        end = offset + size
+        return self._call("part", self._url, entry.name, entry.size, offset, end) if data is None else data
 
     def _is_long(self, row: int) -> bool:
         start, stop = self._cached.extent(row, row + 1)
@@ -179,7 +178,7 @@ class CachedFiles(DownloadedFiles):
         long = np.array([self._is_long(row) for row in absent.tolist()], dtype=bool)
         if not long.any():
             return rows
-        self._long.prefetch(np.unique(absent[long]))
+        self._long_samples.prefetch(np.unique(absent[long]))
         return np.setdiff1d(rows, absent[long])
 
     def _block(self, row: int) -> Block:
@@ -187,34 +186,34 @@ class CachedFiles(DownloadedFiles):
         return (row, row + 1) if self._cached.used[row] == NO_SPACE else self._blocks.block_of(row)
 
     def _download(self, shard: int, row: int) -> None:
-        """Wait until a row is downloaded, and the rest of its block if there is space."""
+        """Wait until a row is downloaded, and the rest of its block if there is space for it."""
         self._check(shard)
         self._check_room(shard, row, row + 1)
         self._call(*self._request(*self._block(row)), [row], True)
 
 
 class LongSamples:
-    """Reader of parts of the long samples of `found`, whose files are `files`.
+    """Reader of parts of the long samples of `indexed`, whose files are `files`.
 
-    Rows are those of the index. `locate` returns offset and size of a part by row and extension.
+    Rows are those of the index. `extent` returns offset and size of a part by row and extension.
     """
 
     def __init__(
-        self, files: DownloadedFiles, found: IndexedFiles, locate: Callable[[int, str], tuple[int, int]]
+        self, files: DownloadedFiles, indexed: IndexedFiles, extent: Callable[[int, str], tuple[int, int]]
     ) -> None:
-        assert isinstance(found.index, TarIndex), found.index
-        self._files, self._found, self._index, self._locate = files, found, found.index, locate
+        assert isinstance(indexed.index, TarIndex), indexed.index
+        self._files, self._indexed, self._index, self._part_extent = files, indexed, indexed.index, extent
         self._cached = files.remote.cached
         self._checked_rows: set[int] = set()  # rows whose headers match the index
         self.read_whole = False  # whether a part that is long itself was read whole
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `TarParts.read`; also raises `RemoteError`."""
-        return self.span(shard, row, self._extent(row, extension))
+        return self.span(shard, row, self._extent_read_whole(row, extension))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
         """See `TarParts.array`; also raises `RemoteError`."""
-        offset, size = self._extent(row, extension)
+        offset, size = self._extent_read_whole(row, extension)
         self._check_first_header(shard, row)
         array = empty_bytes(size)
         self._blocks.read_into(array, shard, offset)
@@ -239,12 +238,12 @@ class LongSamples:
         """
         for row in rows.tolist() if self.read_whole else ():
             begin, end = self._cached.extent(row, row + 1)
-            shard = int(np.searchsorted(self._found.numbers, self._cached.shard_of(row)))
+            shard = int(np.searchsorted(self._indexed.numbers, self._cached.shard_of(row)))
             self._blocks.prefetch_bytes(shard, np.array([begin]), np.array([end]))
 
-    def _extent(self, row: int, extension: str) -> tuple[int, int]:
-        """Return offset and size of a part that is read whole."""
-        offset, size = self._locate(row, extension)
+    def _extent_read_whole(self, row: int, extension: str) -> tuple[int, int]:
+        """Return offset and size of a part that is read whole, and remember whether any was long."""
+        offset, size = self._part_extent(row, extension)
         self.read_whole = self.read_whole or size > LONG
         return offset, size
 
@@ -255,16 +254,16 @@ class LongSamples:
         with locked_folder(self._cached.dataset):
             folder.mkdir(exist_ok=True)
             remote = replace(remote, cached=open_protected(folder))
-        return CachedBlocks(remote, self._found, compares_files=False)
+        return CachedBlocks(remote, self._indexed, compares_files=False)
 
     def _check_first_header(self, shard: int, row: int) -> None:
         """Raise `ShardError` unless the first header of a sample matches the index."""
         if row in self._checked_rows:
             return
-        blocks, index, name = self._blocks, self._index, self._found.entries.names[shard]
+        blocks, index, name = self._blocks, self._index, self._indexed.entries.names[shard]
         start, size = index.starts[row], index.layout(row).gaps[0]
         if not blocks.read_downloaded(shard, start, size, lambda: index.header_matches(name, blocks[shard], row, 1)):
-            self._cached.note_changed(int(self._found.numbers[shard]))
+            self._cached.note_changed(int(self._indexed.numbers[shard]))
             raise ShardError(
                 f"{blocks.url(shard)}: the shard was rewritten after indexing. Start again, or restore the old shard",
                 reason="changed shard",

@@ -107,7 +107,7 @@ def _signs_of(cell: str) -> set[str]:
 
 
 def _shape(lines: Iterable[str]) -> tuple[str, int]:
-    """Return the first line, and the number of the first line with fewer or more tabs, or 0."""
+    """Return the first line that is not blank, and the number of the first line with another number of tabs, or 0."""
     rows = _with_text(lines)
     _, header = next(rows, (0, ""))
     return header, next((number for number, line in rows if line.count("\t") != header.count("\t")), 0)
@@ -213,12 +213,12 @@ def _any_cell_length() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """First row of a file: its columns, their names as JSON, the separator of cells, and whether quotes are text."""
+    """First row of a file."""
 
     columns: Row
-    names: list[str]
-    separator: str
-    plain: bool
+    names: list[str]  # of the columns, as JSON with a colon
+    separator: str  # of cells
+    plain: bool  # whether quotes are text
 
 
 class CsvStore(TableStore):
@@ -226,9 +226,10 @@ class CsvStore(TableStore):
 
     def usual_fields(self) -> Iterable[str]:
         """Return the columns that `file_columns` finds in the first file."""
-        self.name_files(())
+        self.name_files(())  # until the columns are known, no column names files
         name = self.entries.names[0].rpartition("/")[2]
-        return file_columns(self, name)[0] if self.entries.samples[0] else ()
+        fields, _, _ = file_columns(self, name) if self.entries.samples[0] else ([], [], "")
+        return fields
 
     def header(self, shard: int) -> Row:
         """Return the names of the columns of a file."""

@@ -41,9 +41,7 @@ def needed_package(kind: str) -> Any:
 class Unpacked(io.RawIOBase):
     """Decompressed content of concatenated gz, bz2, xz or zst streams.
 
-    Raises `DamagedError`.
-
-    A line of more than `line_bytes` counts as damage.
+    Reading raises `DamagedError`, also for a line of more than `line_bytes` bytes.
     """
 
     def __init__(self, packed: IO[bytes], kind: str, line_bytes: int | None = None) -> None:

@@ -60,7 +60,7 @@ _FIRST, _LAST = "\0first", "\0last"  # placeholders in messages for the setting 
 _FEW_FILES = 4096  # with more files than this, unchanged times of folders replace listing them
 _QUIET_NS = 2_000_000_000  # the coarsest timestamp granularity of a file system
 _TARS, _IS_TAR = (TARS_END, ".tar.idx", *PACKED_TARS), "already a shard: a tar or its index is no part of a sample"
-_MANY = 8  # a sample with more parts is compared with samples of its own folder
+_MANY_PARTS = 8  # a sample with more parts is only compared with samples of its own folder
 
 
 class FolderTable(msgspec.Struct, frozen=True, array_like=True):
@@ -190,6 +190,7 @@ def _existing_index(path: Path, form: Format) -> BlobIndex | None:
 
 
 def _fresh(root: Path, path: Path, form: Format) -> BlobIndex | None:
+    """Return the index at `path` if the folder has not changed since it was built, or None."""
     index = _existing_index(path, form) if path.exists() else None
     return index if index is not None and FolderTable.of(index.blob(0)).is_fresh(root) else None
 
@@ -219,20 +220,20 @@ class _File:
 
 
 class _Walk:
-    """Files and errors found by walking a folder."""
+    """Listing of a folder and its subfolders."""
 
     def __init__(self, root: str, *, allow_outside: bool) -> None:
         self.root, self.allow_outside = root, allow_outside
-        self.real = os.path.realpath(root)
+        self.real_root = os.path.realpath(root)
         self.hidden = 0  # number of hidden files and folders
-        self.folders: dict[str, FileVersion] = {}
+        self.folders: dict[str, FileVersion] = {}  # status of each folder when it was listed
 
     def files(self) -> Iterator[tuple[str, os.stat_result | None, str]]:
         """Yield name, status and fault of every file below the root, in arbitrary order."""
         folders = [""]
         while folders:
             folder = folders.pop()
-            path = f"{self.real}/{folder}"
+            path = f"{self.real_root}/{folder}"
             self.folders[folder] = FileVersion.of(Path(path).stat())
             with os.scandir(path) as entries:
                 for entry in entries:
@@ -251,7 +252,7 @@ class _Walk:
         target = Path(entry.path).resolve()
         if not target.exists():
             return "missing file: the link leads nowhere"
-        if not self.allow_outside and outside(self.real, str(target)):
+        if not self.allow_outside and outside(self.real_root, str(target)):
             return "outside the source: a link leads there; --allow-outside takes it"
         if target in (parent := Path(entry.path).parent.resolve(), *parent.parents):
             return "link to a folder above it"
@@ -300,7 +301,7 @@ def _samples(
             rejected.append(Reject(printable(name), "", fault or reason))
             continue
         key, extension = key_and_extension
-        fault = fault or _IS_TAR * name.lower().endswith(_TARS)
+        fault = fault or (_IS_TAR if name.lower().endswith(_TARS) else "")
         if key_end_last:
             key = name.rpartition(".")[0]
         size, time_ns = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
@@ -349,7 +350,7 @@ def _doubt_of_merging(samples: dict[str, list[str]]) -> str:
     merged = {
         key: parts
         for key, parts in samples.items()
-        if are_merged(parts, inside[key.rpartition("/")[0]] if len(parts) > _MANY else anywhere)
+        if are_merged(parts, inside[key.rpartition("/")[0]] if len(parts) > _MANY_PARTS else anywhere)
     }
     if not merged:
         return ""
@@ -534,6 +535,7 @@ class FolderStore(RecordStore):
         return self._last_sample
 
     def _bytes(self, number: int) -> bytes:
+        """Return the bytes of a file. Raises `ShardError`."""
         descriptor = self._open_file(number)
         try:
             wanted = self._sizes[number]

@@ -49,21 +49,21 @@ from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.data.stores.token_store import TOKENS
 
 FORMATS = (TARS, MDS, LITDATA, LEROBOT, PARQUET, ARROW, JSONL, CSV, JSON, TOKENS, SHAR, KALDI, FOLDER)
-_USUAL = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
+_USUAL_FIELDS = (*FILE_FIELDS, "audio_filepath")  # fields that usually name files; the last one is of NeMo's manifests
 _METADATA = "metadata.parquet"  # table of HF's image folders, whose rows name files
 _MAGICS = {b"PAR1": PARQUET, b"ARROW1": ARROW}  # formats by the first bytes of a file
 # prefixes of the names of images that a README shows, which are no samples
-_SHOWN = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
+_README_IMAGES = ("assets", "docs", "fig", "logo", "banner", "teaser", "thumbnail", "preview", "cover")
 _VERSIONED_TABLES = {  # in the names of metadata of tables, whose folders also have files of older versions
     "_delta_log/": "Delta Lake",
     ".metadata.json": "Apache Iceberg",
     ".hoodie/": "Apache Hudi",
     "snapshot/snapshot-": "Apache Paimon",
 }
-_ABOUT = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # names of files about others
+_ANNOTATION_STEMS = ("annotations", "captions", "classes", "labels", "meta", "metadata")  # of files about others
 _LABEL_SUFFIXES = (".txt", ".xml", ".npy", ".npz", ".pkl", ".pt", ".label", ".ann", ".lab")
 _MEDIA_NAME = re.compile(rb"\.(jpe?g|png|webp|wav|flac|mp3|mp4)\b", re.IGNORECASE)
-_INSPECTED, _HEAD = 16, 1 << 16  # most tables that are inspected, and bytes of each
+_MOST_INSPECTED, _HEAD_BYTES = 16, 1 << 16  # most tables that are inspected, and bytes of each
 _LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 _LINES = re.compile(rb"(\xef\xbb\xbf)?\s*\{[^\n]*\}\s*\n\s*\{")
 
@@ -98,8 +98,8 @@ def wanted(names: FileNames) -> dict[str, int]:
         return found
     if names.media:
         texts += names.ending((*JSONL.suffixes, *CSV.suffixes))
-    tables = names.lone(texts) or _bare(names)
-    return {**dict.fromkeys(sorted(tables)[:_INSPECTED], _HEAD), **found}
+    tables = names.lone(texts) or _files_without_suffix(names)
+    return {**dict.fromkeys(sorted(tables)[:_MOST_INSPECTED], _HEAD_BYTES), **found}
 
 
 def recognize(
@@ -132,7 +132,7 @@ def _with_unread(found: Recognized, names: FileNames, heads: Mapping[str, bytes]
         unread.update(*(names.ending(other.packed) for other in FORMATS if other is not form))
         unread.update(names.lone(names.ending(TABLES)), names.lone(names.ending(TOKENS.suffixes)))
         unread.update(name for name, head in heads.items() if _LIST.match(head))
-        unread.update(name for name in names.media if form is TARS and not name.lower().startswith(_SHOWN))
+        unread.update(name for name in names.media if form is TARS and not name.lower().startswith(_README_IMAGES))
     return found._replace(unread=sorted(unread.difference(found.files)))
 
 
@@ -148,18 +148,18 @@ def _chosen(names: FileNames, heads: Mapping[str, bytes], format: str, settings:
     if INDEX in heads and (other := index_format(heads)) not in ("", "mds", "litdata"):
         raise ValueError(f"Mosaic Streaming shards of the format {other}, not mds. To read them, {OTHER}")
     text, tars = "\n".join(names.all), sorted(names.ending(TARS.suffixes))
-    for form in FORMATS:
+    for form in FORMATS:  # `choose`: a text in the names of such files, and a function that returns the files to read
         if form.choose is not None and form.choose[0] in text and (files := form.choose[1](names.all)):
             if rest := [name for name in tars if name not in files]:
                 raise _ambiguous({form: files, TARS: rest})
             return Recognized(form, files)
-    media = sum(not name.lower().startswith(_SHOWN) for name in names.media)
+    media = sum(not name.lower().startswith(_README_IMAGES) for name in names.media)
     if media > len(tars) and tars:
         raise _ambiguous({TARS: tars, FOLDER: names.media})
     if tars:
         return Recognized(TARS, tars)
     found = _by_format(names, heads)
-    if not found and not media and (bare := _bare(names)):
+    if not found and not media and (bare := _files_without_suffix(names)):
         kinds = {*map(_format_of, filter(None, map(heads.get, bare)))}
         return _folder(names) if len(kinds) != 1 or None in kinds else Recognized(kinds.pop() or FOLDER, bare)
     fitting = [form for form in found if set(settings) <= set(form.settings)] if settings else []
@@ -180,7 +180,7 @@ def _by_format(names: FileNames, heads: Mapping[str, bytes]) -> dict[Format, lis
 
     Raises ValueError for several datasets.
     """
-    _check_several(names)
+    _check_one_dataset(names)
     json_files = sorted(filter(JSON.has, heads))
     lists, lines = ([name for name in json_files if begin.match(heads[name])] for begin in (_LIST, _LINES))
     found: dict[Format, list[str]] = {}
@@ -237,8 +237,9 @@ def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
     """Raise ValueError for annotation files that would become samples separate from their media.
 
     Such a file shares its stem with no media file, and its suffix with no file that does. It has a suffix of labels, or
-    is JSON that names media or shares its last name with one. Files called as in `_ABOUT` are such files too. Examples
-    are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of LibriSpeech.
+    is JSON that names media or shares its last name with one. Files with names in `_ANNOTATION_STEMS` are such files
+    too. Examples are labels of YOLO, VOC or KITTI in folders of their own, annotations of COCO and transcripts of
+    LibriSpeech.
     """
     stems, skipped = {*map(stem_of, names.media)}, names.no_samples()
     apart = sorted(name for name in names.others if stem_of(name) not in stems and name not in skipped)
@@ -248,7 +249,7 @@ def _check_apart(names: FileNames, heads: Mapping[str, bytes]) -> None:
         base, suffix = posixpath.basename(stem_of(name)), posixpath.splitext(name)[1].lower()
         is_json = suffix == ".json" and (base in bases or _MEDIA_NAME.search(heads.get(name, b"")))
         is_label = suffix not in suffixes and (suffix in _LABEL_SUFFIXES or is_json)
-        if is_label or (base.lower() in _ABOUT and names.lone([name])):
+        if is_label or (base.lower() in _ANNOTATION_STEMS and names.lone([name])):
             raise ValueError(
                 f"{name} beside {names.media[0]} shares its name with no image, audio or video. Put the files of a "
                 'sample into one folder, or write a row for each into metadata.jsonl. format="folder" makes it a sample'
@@ -310,7 +311,7 @@ def _fields_of(table: str, head: bytes, names: Collection[str], below: str = "")
             is_path = bool(field) and isinstance(path, str) and (not below or is_media_file(path))
             if is_path and posixpath.normpath(posixpath.join(folder, path)) in names:
                 found.setdefault(field, path)
-    usual = [field for field in _USUAL if field in found]
+    usual = [field for field in _USUAL_FIELDS if field in found]
     return tuple(usual or as_fields({field: [path] for field, path in found.items()}))
 
 
@@ -319,7 +320,7 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \r\n")
     with contextlib.suppress(ValueError, LookupError, StopIteration, csv.Error, RecursionError):
         if CSV.has(table):
-            lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD else -1]
+            lines = [*io.StringIO(text, newline="")][: None if len(head) < _HEAD_BYTES else -1]
             rows = csv_rows(lines, separator_of(lines[0], table), plain=quotes_are_text(lambda: lines, table))
             header = next(rows)
             yield from (dict(zip(header, row, strict=False)) for row in rows)
@@ -329,7 +330,7 @@ def _first_rows(table: str, head: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _bare(names: FileNames) -> list[str]:
+def _files_without_suffix(names: FileNames) -> list[str]:
     """Return the data files without a suffix, or [] if another data file has one."""
     has_others = any("." in posixpath.basename(name) and _is_data(name) for name in names.all)
     return [] if has_others else sorted(filter(_is_data, names.all))
@@ -347,7 +348,7 @@ def _format_of(head: bytes) -> Format | None:
     return found or (JSON if _LIST.match(head) else JSONL if _LINES.match(head) else None)
 
 
-def _check_several(names: FileNames) -> None:
+def _check_one_dataset(names: FileNames) -> None:
     """Raise ValueError for several datasets, and for tables of several versions."""
     json_files = names.ending(JSON.suffixes)
     text = "\n".join(["", *names.all])

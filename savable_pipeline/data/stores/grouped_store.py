@@ -75,7 +75,7 @@ class AwaitedRows:
     def done(self, group: RowGroup, row: int) -> None:
         """Record that an announced row was read.
 
-        This is called for each part, so it makes no further calls.
+        This is called for each part that is read, so it calls no other function of ours.
         """
         if (awaited := self._rows.get(group)) is not None and row in awaited:
             awaited.remove(row)
@@ -141,8 +141,10 @@ class DecodedBlocks(Generic[T]):
             raise ValueError(f"cache_bytes must be at least 1, not {limit}")
         self.limit = limit
         self.decoded = 0
+        # by key: a block, its size in bytes, and its awaited rows
         self._blocks: OrderedDict[Hashable, tuple[T, int, AwaitedOfGroup | None]] = OrderedDict()
-        self._retained: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()  # by block, then by row
+        # by block, then by row: a copy of the row, and its size
+        self._retained: OrderedDict[Hashable, dict[int, tuple[Any, int]]] = OrderedDict()
         self._last_retained: tuple[Hashable, int] = None, 0  # key and row of the last request of a retained row
         self._block_bytes = self._retained_bytes = 0
         self._warned = False
@@ -194,7 +196,7 @@ class DecodedBlocks(Generic[T]):
 
     def _evict_block(self) -> None:
         """Evict the block with the fewest awaited rows. Of several, evict the least recently used one."""
-        key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))
+        key = min(self._blocks, key=lambda key: len(self._blocks[key][2] or ()))  # [2]: the awaited rows
         _, size, awaited = self._blocks.pop(key)
         self._block_bytes -= size
         if awaited:
@@ -203,16 +205,17 @@ class DecodedBlocks(Generic[T]):
         while self._retained_bytes > self.limit // 2:
             oldest = next(iter(self._retained))
             self._drop(oldest, next(iter(self._retained[oldest])))
-            self._log_once()
+            self._log_dropped_once()
 
     def _drop(self, key: Hashable, row: int) -> None:
+        """Drop a retained row of the block `key`, if it is still there."""
         if (rows := self._retained.get(key)) is not None:
             _, size = rows.pop(row, (None, 0))
             self._retained_bytes -= size
             if not rows:
                 del self._retained[key]
 
-    def _log_once(self) -> None:
+    def _log_dropped_once(self) -> None:
         if not self._warned:
             self._warned = True
             log.info(
@@ -237,7 +240,7 @@ class GroupedStore(FileStore):
         self._owner = object()  # part of the cache's keys; unlike a number, it is never reused by another store
         self.awaited = AwaitedRows()
         # the last row found: shard, row, its group's rows, and its position in them
-        self._last: tuple[int, int, Any, int] = -1, 0, None, 0
+        self._last_found: tuple[int, int, Any, int] = -1, 0, None, 0
         self._broken: dict[tuple[int, int], str] = {}  # errors of damaged groups
 
     @abstractmethod
@@ -246,7 +249,7 @@ class GroupedStore(FileStore):
 
     @abstractmethod
     def decoded(self, shard: int, group: int, expected: int) -> tuple[Any, int]:
-        """Return the rows of a group, and their bytes in memory.
+        """Return the decoded rows of a group, and their size in memory in bytes.
 
         There must be `expected` rows. Raises `ShardError`.
         """
@@ -263,7 +266,7 @@ class GroupedStore(FileStore):
 
     def find(self, shard: int, row: int) -> tuple[Any, int]:
         """Return the decoded group with a row, and the row's position in it."""
-        last = self._last
+        last = self._last_found  # shard, row, rows, position
         if last[1] == row and last[0] == shard:
             return last[2], last[3]
         ends = self.group_ends(shard)
@@ -279,7 +282,7 @@ class GroupedStore(FileStore):
             expected = ends[group] - first
             rows = awaited.rows = self.blocks.get(key, lambda: self._decoded(shard, group, expected), awaited)
         self.awaited.done(row_group, row)
-        self._last = shard, row, rows, position
+        self._last_found = shard, row, rows, position
         return rows, position
 
     def prefetch(self, indices: Rows) -> None:
@@ -346,7 +349,7 @@ class ColumnarStore(GroupedStore):
 
     @abstractmethod
     def decode(self, shard: int, group: int) -> DecodedGroup:
-        """Return the rows of a group. Raises `ShardError`."""
+        """Return the record batches of a group. Raises `ShardError`."""
 
     @property
     def fix(self) -> str:
@@ -370,7 +373,7 @@ class ColumnarStore(GroupedStore):
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """See `RecordStore.read`."""
-        last = self._last
+        last = self._last_found  # shard, row, rows, position
         rows, position = last[2:] if last[1] == row and last[0] == shard else self.find(shard, row)
         try:
             found: bytes = rows.read(position, extension)

@@ -32,7 +32,7 @@ from savable_pipeline.data.stores.table_store import (
 
 _CHUNK = 1 << 20  # bytes to read at a time
 LONGEST_LINE = 1 << 30  # in bytes
-_FIRST_BYTES = 64  # of a line, which mostly show whether it is blank
+_FIRST_BYTES = 64  # bytes of a line to read first, which mostly show whether it is blank
 
 
 def line_offsets(file: ByteSource) -> FileBlob:
@@ -107,7 +107,7 @@ class JsonlStore(TextStore):
 
     def __init__(self, found: IndexedFiles, *, key: str | None = None, needed: tuple[str, ...] = ()) -> None:
         super().__init__(found, key=key)
-        self._last: tuple[bytes, dict[str, Any]] = b"", {}  # the last requested line and its fields
+        self._last_line, self._last_fields = b"", dict[str, Any]()  # the last parsed line and its fields
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """Return the line for the part `json`, or else a field of its object.
@@ -163,15 +163,15 @@ class JsonlStore(TextStore):
 
     def _fields(self, shard: int, row: int, line: bytes) -> dict[str, Any]:
         """Return the fields of the object in a line, or {} for another value. Raises `ShardError` for invalid JSON."""
-        if self._last[0] == line:
-            return self._last[1]
+        if self._last_line == line:
+            return self._last_fields
         try:
             value = decoded_json(line)
         except (ValueError, RecursionError) as error:
             where = f"row {row}, at byte {self.offset(shard, row)}"
             raise self.damaged(shard, where, f"invalid JSON: {json_fault(error)}", reason="malformed JSON") from error
-        self._last = line, value if isinstance(value, dict) else {}
-        return self._last[1]
+        self._last_line, self._last_fields = line, value if isinstance(value, dict) else {}
+        return self._last_fields
 
 
 class LinesStore(TableStore):

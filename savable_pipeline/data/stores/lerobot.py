@@ -125,7 +125,7 @@ class LeRobotStore(RangedRows, ParquetStore):
         return feature == "index" or self._dtype(feature) in _NUMBERS
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[Any]:
-        """See `RecordStore.array`. For frames, these are their values."""
+        """See `RecordStore.array`. The array of a frames' column is (frames, …)."""
         if extension not in self.frame_parts or not self._has_numbers(extension):
             return super().array(shard, row, extension)
         frames = self._frames(shard, row, extension)

@@ -115,7 +115,7 @@ def find_source(
     found = paths.list_files(files)
     recognized = _recognized(str(found.root), found.names, found.heads, (format, (*settings,)), found.sizes_of)
     if not found.whole and not format and recognized.format is FOLDER:
-        forms = {_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
+        forms = {_format_by_suffix(name, FOLDER) if (found.root / name).exists() else TARS for name in found.names}
         # the error of this format says what to do
         recognized = Recognized(forms.pop() if len(forms) == 1 else FOLDER, [])
     _check_suffix(files, found.names if format and found.exact else (), recognized.format)
@@ -151,7 +151,7 @@ def _recognized(
     return found
 
 
-def _by_suffix(name: str, default: Format = TARS) -> Format:
+def _format_by_suffix(name: str, default: Format = TARS) -> Format:
     """Return the format for a name's suffix, with or without compression."""
     plain = (form for form in formats.FORMATS if not form.reader and form.choose is None)
     return next((form for form in plain if form.has(name) or form.packs(name)), default)
@@ -159,7 +159,7 @@ def _by_suffix(name: str, default: Format = TARS) -> Format:
 
 def _check_suffix(files: paths.Shards, names: Sequence[str], chosen: Format) -> None:
     """Raise `ShardError` for one file whose suffix is that of another format."""
-    other = _by_suffix(names[0], chosen) if len(names) == 1 else chosen
+    other = _format_by_suffix(names[0], chosen) if len(names) == 1 else chosen
     if other is not chosen and not chosen.has(names[0]):
         raise ShardError(f"{files}: a file of the kind {other.name}, not {chosen.name}. sp.read(…) reads any kind")
 
@@ -184,7 +184,7 @@ def _recognize_remote(files: paths.Shards, asked: Asked, session: Session) -> tu
 def _list_and_recognize(files: paths.Shards, asked: Asked, session: Session) -> tuple[RemoteShards, Recognized]:
     from savable_pipeline.data.remote.urls import list_remote
 
-    listed, format = list_remote(files, session), asked[0]
+    listed, (format, _) = list_remote(files, session), asked
     root, names = listed.root, listed.names
     indexes = {form.index_name: form for form in formats.FORMATS if form is not FOLDER}
     if listed.whole and not names:

@@ -199,8 +199,8 @@ def _column_fault(group: Any, size: int) -> str:
     return ""
 
 
-_OPEN = 16  # number of files whose parsed footers stay in memory
-_BATCH = 8192  # number of rows to decode at a time
+_OPEN_FILES = 16  # number of files whose parsed footers stay in memory
+_BATCH_ROWS = 8192  # most rows to decode at a time
 
 
 class ParquetStore(ColumnarStore):
@@ -250,9 +250,9 @@ class ParquetStore(ColumnarStore):
         try:
             file = self._file(shard)
             self.check_columns(shard, file.schema_arrow.names)
-            rows, small = self._bounded(shard, group, file, columns)
+            rows, small_batches = self._small_batches(shard, group, file, columns)
             # Small batches are joined, because each batch costs the time of many rows.
-            while joined := [*islice(small, max(1, _BATCH // rows))]:
+            while joined := [*islice(small_batches, max(1, _BATCH_ROWS // rows))]:
                 batches += joined if len(joined) == 1 else pa.Table.from_batches(joined).combine_chunks().to_batches()
         except SavableError:
             raise
@@ -260,8 +260,8 @@ class ParquetStore(ColumnarStore):
             raise self.damaged(shard, f"row group {group}", " ".join(str(error).split()) or "no memory") from error
         return batches, sum(batch.nbytes for batch in batches)
 
-    def _bounded(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
-        """Return the number of rows of each batch of a row group, and the batches.
+    def _small_batches(self, shard: int, group: int, file: Any, columns: list[str] | None) -> tuple[int, Iterator[Any]]:
+        """Return the most rows of a batch of a row group, and the batches, decoded one by one.
 
         A batch has so few rows that one more batch hardly exceeds the limit of decoded bytes. Example: 8192 rows that
         repeat a dictionary's value of 1 MB decode to 8 GB, from a file of 300 bytes.
@@ -270,8 +270,8 @@ class ParquetStore(ColumnarStore):
         stored = sum(column.total_compressed_size for column in used)
         max_bytes = min(self.most_decoded, max(self.unpacked_bytes, _RATIO * stored))
         value_bytes = max((self._dictionary_bytes(shard, column) for column in used), default=0)
-        # half of it, because buffers are copied as they grow
-        rows = max(1, min(_BATCH, max_bytes // (2 * max(1, value_bytes))))
+        # a batch gets half of the limit, because buffers are copied as they grow
+        rows = max(1, min(_BATCH_ROWS, max_bytes // (2 * max(1, value_bytes))))
 
         def decoded() -> Iterator[Any]:
             found = file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
@@ -281,8 +281,8 @@ class ParquetStore(ColumnarStore):
                 yield batch
             if max(size, declared) > max_bytes:
                 setting = "cache_bytes" if max_bytes == self.most_decoded else "unpacked_bytes"
-                more = f"Write smaller row groups, or raise {setting}="
-                raise ValueError(f"it decodes to more than {human_bytes(max_bytes)}. {more}")
+                advice = f"Write smaller row groups, or raise {setting}="
+                raise ValueError(f"it decodes to more than {human_bytes(max_bytes)}. {advice}")
 
         return rows, decoded()
 
@@ -326,7 +326,7 @@ class ParquetStore(ColumnarStore):
             footer = parsed_footer(read_parquet_footer(self.file(shard)))
             found = pq.ParquetFile(raw, metadata=footer, pre_buffer=False, page_checksum_verification=True)
         self._open[shard] = found
-        while len(self._open) > _OPEN:
+        while len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)
         return found
 
@@ -342,7 +342,7 @@ def _weak_reader(files: ShardFiles, shard: int) -> Callable[[int, int], bytes]:
 
     def read(offset: int, size: int) -> bytes:
         referenced = weak()
-        assert referenced is not None, "the store keeps them"
+        assert referenced is not None, "the store keeps its files"
         return referenced.read(shard, offset, size)
 
     return read

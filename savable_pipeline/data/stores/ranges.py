@@ -32,7 +32,7 @@ from savable_pipeline.errors import ShardError
 # by part: the columns of path, start and end
 RangeColumns: TypeAlias = Mapping[str, tuple[str, str | None, str | None]]
 _SAMPLED = 1 << 16  # bytes to compare at each of the start, the middle and the end of a file
-_ENDINGS = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))
+_SUFFIXES = tuple(f".{name}" for name in (*AUDIO_PARTS, *VIDEO_PARTS))  # of the files that rows name
 
 
 class MediaRange(msgspec.Struct, frozen=True):
@@ -54,8 +54,8 @@ def _digest(file: ByteSource) -> int:
 class RangedRows(FileStore):
     """Rows with parts that are ranges of other files.
 
-    The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file with the seconds.
-    A class derives from this class first, and then from the store of the table.
+    The bytes of such a part are the result of `range_of`, as JSON. `open` returns the whole file, with the start and
+    the end of the range in seconds. A class derives from this class first, and then from the store of the table.
     """
 
     base: str | None = None  # the folder that paths are relative to; None means that of the table
@@ -78,7 +78,7 @@ class RangedRows(FileStore):
         return msgspec.json.encode(self._existing_range(shard, row, part))
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`. For a range, this is the whole file."""
+        """See `RecordStore.open`. For a range, the result is the whole file."""
         if (part := self._range_part(extension)) is None:
             return super().open(shard, row, extension)
         found = self._existing_range(shard, row, part)
@@ -189,7 +189,7 @@ class RangedTable(RangedRows):
             raise _range_error(self, shard, row, f"{name!r}, which ranges= names, is not there") from None
 
 
-def with_media(form: Format, media: tuple[str, ...] = _ENDINGS, *, samples_below: str = "", **changes: Any) -> Format:
+def with_media(form: Format, media: tuple[str, ...] = _SUFFIXES, *, samples_below: str = "", **changes: Any) -> Format:
     """Return the format of folders of tables with the files that their rows name.
 
     With `samples_below`, only the rows of tables below that folder are samples.

@@ -42,7 +42,7 @@ from savable_pipeline.data.stores.record_files import (
 from savable_pipeline.errors import ShardError
 
 _READ_WHOLE = 1 << 20  # a record of at most so many bytes is read at once, for all of its parts
-_READ_WHOLE_FOR_VALUES = 1 << 14  # the same, if only its values are needed
+_READ_WHOLE_FOR_VALUES = 1 << 14  # the same limit if only the values of the record are needed
 _PIECE = 1 << 23  # bytes of a file to hash at a time
 _LIKELY = 3  # estimated compression ratio of a file whose decompressed size is unknown
 

@@ -78,7 +78,7 @@ class MdsColumns(msgspec.Struct, frozen=True):
         found: list[Value | Blob] = []
         for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
             size = fixed or next(lengths)
-            found += _field(_COLUMNS, name, encoding, record.part(offset, size))
+            found += _field(_COLUMN_DECODERS, name, encoding, record.part(offset, size))
             offset += size
         return found
 
@@ -121,7 +121,7 @@ def _columns(shard: _Shard) -> MdsColumns:
     for name, encoding in zip(shard.column_names, shard.column_encodings, strict=True):
         if encoding == "pkl":
             raise ValueError(f"the column {name!r} has pickles, which could run code. {INSTEAD}")
-        if encoding.partition(":")[0] not in _COLUMNS:
+        if encoding.partition(":")[0] not in _COLUMN_DECODERS:
             raise ValueError(f"the column {name!r} has the encoding {encoding!r}, which is not supported. {INSTEAD}")
     return MdsColumns(tuple(shard.column_names), tuple(shard.column_encodings), tuple(shard.column_sizes))
 
@@ -166,7 +166,7 @@ def _value_decoders(kinds: Mapping[str, Callable[[bytes], Any]]) -> dict[str, _D
 
 _jpeg = functools.partial(lambda name, data: bytes_blob(name, "jpg", data))
 _png = functools.partial(lambda name, data: bytes_blob(name, "png", data))
-_COLUMNS: dict[str, _Decode] = {
+_COLUMN_DECODERS: dict[str, _Decode] = {  # of MDS, by encoding
     "bytes": lambda name, _, data: [bytes_blob(name, "", data)],
     "jpeg": lambda name, _, data: [_jpeg(name, data)],
     "png": lambda name, _, data: [_png(name, data)],
@@ -193,7 +193,7 @@ _NUMPY = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8"
 _NAMES = "f4 f4 f8 f8 c8 c8 c16 c16 f2 f2 - u1 i1 i2 i2 i4 i4 i8 i8 ? u2"  # "-" for types that NumPy lacks
 _TORCH = _NAMES.split()  # by LitData's codes
 _LEVELS = (None, "chunk", "sample")  # supported levels of compression in LitData
-_LEAF = None  # the tree of a single value
+_LEAF = None  # the tree of one value: of a leaf, or of an item that is one
 _BINARY = 0x20  # the greatest first byte of binary JSON; JSON as text starts with a printable character
 
 
@@ -229,7 +229,7 @@ class Tree(msgspec.Struct, frozen=True):
         offset = 4 * len(sizes)
         leaves: list[Sequence[Value | Blob]] = []
         for name, kind, size in zip(self.names(), self.formats, sizes, strict=True):
-            leaves.append(_field(_LEAVES, name, kind, record.part(offset, size)))
+            leaves.append(_field(_LEAF_DECODERS, name, kind, record.part(offset, size)))
             offset += size
         blobs = [field for leaf in leaves for field in leaf if isinstance(field, Blob)]
         values = _assembled(self.spec, iter(leaves))
@@ -339,7 +339,7 @@ def _check_config(config: _Config) -> None:
         plain = kind.partition(":")[0]
         if plain in ("pickle", "graph"):
             raise ValueError(f"the format {plain} has pickles, which could run code. {INSTEAD}")
-        if plain not in _LEAVES:
+        if plain not in _LEAF_DECODERS:
             raise ValueError(f"the format {kind!r} is not supported. {INSTEAD}")
 
 
@@ -374,10 +374,10 @@ def _file_blob(default: str, name: str, setting: str, data: ByteSource) -> list[
 
 
 _FILES = {"image": "jpg", "jpeg": "jpg", "video": "mp4", "audio": "wav", "pdf": "pdf", "tifffile": "tif", "tiff": "tif"}
-_LEAVES: dict[str, _Decode] = {
+_LEAF_DECODERS: dict[str, _Decode] = {  # of LitData, by format
     **{kind: functools.partial(_file_blob, _FILES.get(kind, "")) for kind in ("bytes", "file", *_FILES)},
-    "pil": _COLUMNS["pil"],
-    "jpeg_array": _COLUMNS["jpeg_array"],
+    "pil": _COLUMN_DECODERS["pil"],
+    "jpeg_array": _COLUMN_DECODERS["jpeg_array"],
     "numpy": functools.partial(_with_header, False),
     "tensor": functools.partial(_with_header, True),
     "no_header_numpy": functools.partial(_without_header, False),

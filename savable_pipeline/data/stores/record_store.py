@@ -375,7 +375,7 @@ class FileStore(RecordStore):
     def prefetch(self, indices: Rows) -> None:
         """Download the bytes that these samples need in advance.
 
-        An error is raised when they are read.
+        Errors are ignored here, and raised when the samples are read.
         """
         if not self.files.is_remote:
             return

@@ -53,7 +53,7 @@ from savable_pipeline.data.stores.cached_blocks import CachedBlocks
 from savable_pipeline.data.stores.shard_files import StoreFile
 from savable_pipeline.errors import ShardError
 
-_AT_ONCE = 8  # number of files to read at a time
+_FILES_AT_ONCE = 8  # number of files to read at a time
 log = logging.getLogger(__name__)
 
 
@@ -163,7 +163,7 @@ def _with_index(version: Path, fresh: Path) -> ShardCache:
     return open_protected(version)
 
 
-RemoteScans: TypeAlias = WholeScans | PartScans  # scans files of known names and sizes, by their numbers
+RemoteScans: TypeAlias = WholeScans | PartScans  # a scanner of files, which are named by their numbers
 
 
 def scans_of(found: RemoteShards, form: Format, folder: Path, session: Session) -> RemoteScans:
@@ -232,9 +232,9 @@ def scan_locally(
 
     running: deque[Future[ShardTable]] = deque()
     waiting = iter(numbers)
-    threads = ThreadPoolExecutor(_AT_ONCE)
+    threads = ThreadPoolExecutor(_FILES_AT_ONCE)
     try:
-        running.extend(threads.submit(scan, number) for number in itertools.islice(waiting, _AT_ONCE))
+        running.extend(threads.submit(scan, number) for number in itertools.islice(waiting, _FILES_AT_ONCE))
         while running:
             yield running.popleft().result()
             running.extend(threads.submit(scan, number) for number in itertools.islice(waiting, 1))
@@ -266,7 +266,7 @@ def open_remote(
         elif found.whole and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
-            _note_replaced(own, found)
+            _record_replaced(own, found)
         builder = _IndexBuilder(form, folder, session, tolerant, reindex, engine, progress)
         keeps_index = tolerant and not reindex and not form.whole  # even if files changed
         if own is not None and _covers(own.index, found, tolerant, builder.changed(own), sizes=not keeps_index):
@@ -317,8 +317,8 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
 
-def _note_replaced(own: Version, found: RemoteShards) -> None:
-    """Record which cached files have another version than was listed."""
+def _record_replaced(own: Version, found: RemoteShards) -> None:
+    """Record which cached files now have another version on the server, by its listing."""
     stamps = dict(zip(found.names, found.stamps, strict=True)) if found.stamps else {}
     pins = [path for path in own.folder.glob("*.pin") if path.stem.isdecimal()] if stamps else []
     listed = [(int(path.stem), read_pin(path), stamps.get(own.index.shards.names[int(path.stem)])) for path in pins]

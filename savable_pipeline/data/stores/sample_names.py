@@ -73,7 +73,7 @@ def parts_fault(key: str, parts: list[tuple[str, str, int, str]]) -> tuple[str, 
             fault = fault or f"two parts with one extension: {other} and {path}"
         files[extension.lower()] = path
         is_empty = not size and extension.lower() not in TEXT_PARTS and part_type(extension) not in SUBTITLE_PARTS
-        if fault := fault or name_fault(key, extension) or "empty file" * is_empty:
+        if fault := fault or name_fault(key, extension) or ("empty file" if is_empty else ""):
             return fault, path
     return "", ""
 
@@ -92,8 +92,8 @@ def outside(root: str, path: str) -> bool:
     Hugging Face's cache is CACHE/snapshots/COMMIT, with files that are links into CACHE/blobs.
     """
     real, (cache, snapshots, _) = os.path.realpath(path), root.partition("/snapshots/")
-    inside = [root, f"{cache}/blobs"] if snapshots else [root]
-    return all(os.path.commonpath([each, real]) != each for each in inside)
+    allowed = [root, f"{cache}/blobs"] if snapshots else [root]
+    return all(os.path.commonpath([folder, real]) != folder for folder in allowed)
 
 
 def suffix_of(name: str) -> str:
@@ -168,7 +168,7 @@ class FileNames:
         return [name for suffix, names in self._by_suffix.items() if suffix in suffixes for name in names]
 
     def lone(self, some: Iterable[str]) -> list[str]:
-        """Return those of `some` names whose stem only tables share.
+        """Return those of `some` names whose stem no other file has, except tables.
 
         An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
         """

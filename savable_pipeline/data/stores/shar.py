@@ -52,7 +52,7 @@ class SharStore(FileStore):
         super().__init__(found)
         self.unpacked_bytes = unpacked_bytes
         self._blocks: DecodedBlocks[Any] = DecodedBlocks()
-        self._fields: dict[tuple[str, ...], dict[str, int]] = {}  # by folder and number: the shard of each field
+        self._fields: dict[tuple[str, ...], dict[str, int]] = {}  # by folder and number: for each field, its shard
         for shard, name in enumerate(self.entries.names):
             folder, field, number = _split_name(name)
             self._fields.setdefault((folder, number), {})[field] = shard
@@ -78,7 +78,7 @@ class SharStore(FileStore):
         return part if isinstance(part, bytes) else self.files.read(*part)
 
     def _parts(self, shard: int, row: int) -> dict[str, _Content]:
-        """Return the data of a cut in each field.
+        """Return the content of each part of a cut, by the part's name.
 
         Raises `ShardError` for data of another cut.
         """
@@ -94,7 +94,7 @@ class SharStore(FileStore):
         return found
 
     def _rows(self, shard: int) -> list[list[tuple[str, _Content]]]:
-        """Return (name, content) of the data of each cut in a file: one line, or two members.
+        """Return for each cut of a file its contents with their names: one line, or two members.
 
         Raises `ShardError`.
         """
@@ -122,12 +122,12 @@ def _split_name(name: str) -> tuple[str, str, str]:
     return (found[1], found[2], found[3]) if found else ("", "", "")
 
 
-def _lines_in(raw: bytes, name: str, most: int) -> list[tuple[str, bytes]]:
+def _lines_in(raw: bytes, name: str, max_bytes: int) -> list[tuple[str, bytes]]:
     """Return (id + ".json", line) for each line.
 
     Raises `DamagedError`, msgspec's errors.
     """
-    text = decompressed(raw, "gz", most) if name.endswith(".gz") else raw
+    text = decompressed(raw, "gz", max_bytes) if name.endswith(".gz") else raw
     lines = [line for line in text.split(b"\n") if line.strip()]
     ids = map(partial(msgspec.json.decode, type=_Line), lines)
     return [(f"{each.cut_id or each.id}.json", line) for each, line in zip(ids, lines, strict=True)]

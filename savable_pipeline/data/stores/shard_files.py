@@ -224,7 +224,7 @@ class ShardFiles(dict[int, Descriptor], ABC):
         """Announce that these rows will be read next. Local files need no announcement."""
 
     def peek(self, shard: int, row: int, extent: tuple[int, int]) -> bytes | None:
-        """Return bytes (offset, size) of a sample too long to download, or None.
+        """Return the bytes at (offset, size) of a sample too long to download, or None.
 
         For None, the caller reads them from the file.
         """
@@ -233,22 +233,25 @@ class ShardFiles(dict[int, Descriptor], ABC):
     def fetch_rows(self, numbers: Rows) -> None:
         """Fetch the missing index rows of shards with these numbers."""
 
-    def fetch_rows_before(self, rows: Locate) -> Locate:
-        """Return the function `rows`, extended to fetch missing index rows first."""
-        return rows
+    def fetch_rows_first(self, locate: Locate) -> Locate:
+        """Return the function `locate`, extended to fetch missing index rows first."""
+        return locate
 
     def has_all_rows(self) -> bool:
         """Return whether the index has the rows of all shards."""
         return True
 
-    def long_parts(self, parts: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> MemberReader:
-        """Return a reader of parts of samples too long to download, or `parts`."""
-        return parts
+    def long_sample_reader(self, reader: MemberReader, extent: Callable[[int, str], tuple[int, int]]) -> MemberReader:
+        """Return a reader for samples too long to download whole, or `reader`.
 
-    def download_before(self, read: ReadRow[Location, T], long: ReadRow[Location, T]) -> ReadRow[Location, T]:
+        `extent` returns offset and size of a part by row and extension.
+        """
+        return reader
+
+    def download_first(self, read: ReadRow[Location, T], read_long: ReadRow[Location, T]) -> ReadRow[Location, T]:
         """Return `read`, extended to download the row first if it is missing.
 
-        The read is repeated if the row is evicted in the meantime. `long` reads a missing row that is too long to
+        The read is repeated if the row is evicted in the meantime. `read_long` reads a missing row that is too long to
         download whole.
         """
         return read
@@ -281,12 +284,12 @@ class StoreFile(ByteSource):
 class LocalFiles(ShardFiles):
     """Shards of a folder, pinned as they were when this process first opened them."""
 
-    def __init__(self, found: IndexedFiles) -> None:
+    def __init__(self, indexed: IndexedFiles) -> None:
         super().__init__()
-        self._found = found
+        self._indexed = indexed
         self._checked: set[int] = set()  # shards whose index rows and sampled bytes were checked
         self._pins: dict[int, FileVersion] = {}
-        self._changed: list[Path] = []
+        self._changed: list[Path] = []  # files that changed during the run
         self._warned: set[int] = set()  # shards with a warning
         self._slots: dict[int, None] = {}  # slots of the batches since the last check, in order
         self._next_check = 0.0
@@ -294,11 +297,11 @@ class LocalFiles(ShardFiles):
 
     def path(self, shard: int) -> Path:
         """Return the path of a shard."""
-        return self._found.root / self._found.entries.names[shard]
+        return self._indexed.root / self._indexed.entries.names[shard]
 
     def entry(self, shard: int) -> tuple[str, int]:
         """See `ShardFiles.entry`."""
-        return self._found.entries.names[shard], int(self._found.entries.sizes[shard])
+        return self._indexed.entries.names[shard], int(self._indexed.entries.sizes[shard])
 
     def open(self, shard: int) -> int:
         """Open a new descriptor of a shard.
@@ -319,14 +322,14 @@ class LocalFiles(ShardFiles):
             self._check(shard, descriptor, path)
         except BaseException as error:
             if isinstance(error, ShardError):
-                forget_mark(self._found.index_path)
+                forget_mark(self._indexed.index_path)
             os.close(descriptor)
             raise
         return descriptor
 
     def sidecar(self, name: str) -> Path | None:
         """See `ShardFiles.sidecar`."""
-        path = self._found.root / name
+        path = self._indexed.root / name
         return path if path.exists() else None
 
     def watch_view(self, number: int, path: Path) -> None:
@@ -337,20 +340,20 @@ class LocalFiles(ShardFiles):
 
     def _check(self, shard: int, descriptor: int, path: Path) -> None:
         """Raise `ShardError` unless a shard's size and compared bytes are as indexed, and it is the pinned file."""
-        found, stat = self._found, os.fstat(descriptor)
-        size = int(found.entries.sizes[shard])
+        indexed, stat = self._indexed, os.fstat(descriptor)
+        size = int(indexed.entries.sizes[shard])
         if stat.st_size != size:
             raise ShardError(
                 f"{path}: {stat.st_size} bytes, but {size} when indexed. Start again to index it, or restore it",
                 reason="changed shard",
             )
         if shard not in self._checked:
-            found.check_rows(shard)
-            if not found.matches_index(shard, LocalFile(path, descriptor)):
-                sidecar = found.form.sidecar[1]
+            indexed.check_rows(shard)
+            if not indexed.matches_index(shard, LocalFile(path, descriptor)):
+                sidecar = indexed.form.sidecar[1]
                 file = f"the shard or its {sidecar} was" if sidecar else "the shard was"
                 raise ShardError(
-                    f"{path}: {file} rewritten since it was indexed, at the same size. Remove {found.index_path} and "
+                    f"{path}: {file} rewritten since it was indexed, at the same size. Remove {indexed.index_path} and "
                     "start again, or restore the old shard",
                     reason="changed shard",
                 )
@@ -391,7 +394,7 @@ class LocalFiles(ShardFiles):
                 # the file was deleted or replaced, but the mapped content is unchanged
                 with contextlib.suppress(OSError):
                     if number not in self and (stat := path.stat()).st_ino == self._pins[number].inode:
-                        self._note_if_changed(number, stat, None)
+                        self._record_if_changed(number, stat, None)
             self._next_check = time.monotonic() + max(_CHECK_S, _CHECK_MULTIPLE * (time.monotonic() - started_s))
         if not self._changed:
             for slot in checked_slots:  # remove only these, because another thread may have added more
@@ -411,14 +414,15 @@ class LocalFiles(ShardFiles):
             try:
                 stat = fstat(descriptor)
             except OSError:
-                if self.get(shard) is descriptor:
+                if self.get(shard) is descriptor:  # no other thread has closed or reopened the shard
                     self.reopen(shard)  # compares the file with its pin
                 continue
             pinned_ns = pin.changed_ns, pin.written_ns
             if (stat.st_ctime_ns, stat.st_mtime_ns) != pinned_ns or stat.st_size != pin.size:
-                self._note_if_changed(shard, stat, descriptor)
+                self._record_if_changed(shard, stat, descriptor)
 
-    def _note_if_changed(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
+    def _record_if_changed(self, number: int, stat: os.stat_result, descriptor: int | None) -> None:
+        """Add the file's path to the changed ones unless its content seems to be the same."""
         if not self._is_same(number, FileVersion.of(stat), descriptor):
             self._changed.append(self._path_of(number))
 
@@ -449,7 +453,7 @@ class LocalFiles(ShardFiles):
         try:
             if descriptor is None or number < 0:
                 descriptor = opened = _open_without_atime(self.path(shard))
-            if not self._found.matches_index(shard, LocalFile(self.path(shard), descriptor)):
+            if not self._indexed.matches_index(shard, LocalFile(self.path(shard), descriptor)):
                 return False
         except (OSError, ShardError):
             return False

@@ -49,7 +49,7 @@ Find: TypeAlias = Callable[[ByteSource], tuple[str, FileBlob]]
 NAMING_SETTINGS = ("file_fields", "files_from", "allow_outside", "pinned")
 TABLE_SETTINGS = ("key", *NAMING_SETTINGS)
 FILE_FIELDS = ("image", "audio", "video", "file", "file_name")
-A_URL = "a URL, not a file"
+A_URL = "a URL, not a file"  # the reason that counters and reports show for such rows
 _COMMA = re.compile(rb"\}\s*(,)\s*\{")  # between two objects
 _OBJECTS = re.compile(rb'\s*\{.*?"([^"\\]*)"\s*:\s*\[\s*\{', re.DOTALL)  # an object with a field of objects
 _TAIL = 1 << 16  # last bytes of a piece, in which a comma is searched to cut it there
@@ -68,7 +68,7 @@ def read_rows(find: Find, file: ByteSource, name: str) -> ShardTable:
         fault, offsets = find(file)
     if fault:
         fault = encodable(f"{name}{fault}" if fault.startswith(":") else f"{name}: {fault}")
-    entry = ShardEntry(name, file.size, _count(offsets), _digest(file, offsets), fault)
+    entry = ShardEntry(name, file.size, _row_count(offsets), _digest(file, offsets), fault)
     return ShardTable(entry, cast("bytes", offsets.view(np.uint8).data))
 
 
@@ -87,7 +87,7 @@ def is_same_text(file: ByteSource, index: ShardIndex, number: int) -> bool:
 def _digest(file: ByteSource, offsets: FileBlob) -> int:
     """Return a hash of the offsets of rows and of the first, a middle and the last row."""
     digest = xxh3_64(offsets.data)
-    lines = _count(offsets)
+    lines = _row_count(offsets)
     digest.update(file.read_at(0, min(int(offsets[0]), _COMPARED)) if lines else b"")
     for line in sorted({0, lines // 2, lines - 1}) if lines else []:
         begin, end = int(offsets[line]), int(offsets[line + 1])
@@ -96,7 +96,7 @@ def _digest(file: ByteSource, offsets: FileBlob) -> int:
     return digest.intdigest()
 
 
-def _count(offsets: FileBlob) -> int:
+def _row_count(offsets: FileBlob) -> int:
     """Return the number of rows. A format may repeat the last offset, to store a setting of the file."""
     return int(np.searchsorted(offsets, offsets[-1]))
 
@@ -198,14 +198,14 @@ class NamingStore(FileStore):
         self._files_from = None if files_from is None else os.path.realpath(files_from) if files_from else ""
         index_ns = found.index_path.stat().st_mtime_ns if pinned is True and found.remote is None else None
         self._newest_ns = index_ns if isinstance(pinned, bool) else pinned
-        self._roots: dict[int, str] = {}
+        self._roots: dict[int, str] = {}  # by shard: see `root_of`
         self._last_row: tuple[int, int, TableRow] | None = None  # shard and row of the last request, and the row
         self.name_files(self.usual_fields() if file_fields is None else file_fields)
 
     def name_files(self, fields: Iterable[str]) -> None:
         """Set the fields that name files, as "field" or "field=part"."""
         self.fields = tuple(fields)
-        self._named = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
+        self._named_fields = [(field, part) for field, _, part in (each.partition("=") for each in self.fields)]
         self._last_row = None
         self._roots.clear()
 
@@ -236,7 +236,7 @@ class NamingStore(FileStore):
         return self.head(shard, row, extension, -1)[0]
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
-        """See `RecordStore.open`. For a range, this is the whole file."""
+        """See `RecordStore.open`. For a range, the result is the whole file."""
         part = self._part(shard, row, extension)
         if isinstance(part, bytes):
             return io.BytesIO(part)
@@ -247,12 +247,16 @@ class NamingStore(FileStore):
         return RangeFile(source, *part.seconds)
 
     def _part(self, shard: int, row: int, extension: str) -> NamedPart | bytes:
+        """Return the file that is a part of a row, or the JSON of the row."""
         found = self._row(shard, row)
         name = find_part(extension, [LINE, *found.files])
         return found.body if name == LINE else found.files[name]
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
-        """See `RecordStore.head`. For a range, this is its description as JSON."""
+        """See `RecordStore.head`. The bytes of a range are its description as JSON.
+
+        With the `limit` -1, all bytes are returned, and 0 for the size.
+        """
         part = self._part(shard, row, extension)
         if isinstance(part, NamedPart) and part.range:
             part = part.range
@@ -279,9 +283,9 @@ class NamingStore(FileStore):
             folder = "" if self.found.remote else os.path.realpath(self.found.root / self.entries.names[shard] / "..")
             path = self._first_path(shard) if folder and self._files_from is None else None
             if path is not None and not os.path.lexists(os.path.join(folder, path)):  # noqa: PTH118
-                found = [each for each in folders_in(folder) if is_file(each, path)]
-                found = [each for each in found if self._allow_outside or not outside(folder, f"{each}/{path}")]
-                folder = found[0] if len(found) == 1 else folder
+                below = [each for each in folders_in(folder) if is_file(each, path)]
+                below = [each for each in below if self._allow_outside or not outside(folder, f"{each}/{path}")]
+                folder = below[0] if len(below) == 1 else folder
             self._roots[shard] = folder if self._files_from is None else self._files_from
         return self._roots[shard]
 
@@ -296,7 +300,7 @@ class NamingStore(FileStore):
 
     def _row(self, shard: int, row: int) -> TableRow:
         if (last := self._last_row) is not None and last[:2] == (shard, row):
-            return last[2]
+            return last[2]  # the `TableRow`
         try:
             fields, body = self.row_of(shard, row)
             files = self.files_of(shard, fields)
@@ -323,7 +327,7 @@ class NamingStore(FileStore):
 
         Raises `RecordError`.
         """
-        for name, prefix in self._named:
+        for name, prefix in self._named_fields:
             paths = fields.get(name)
             if isinstance(paths, str):
                 yield name, paths, prefix
@@ -394,7 +398,10 @@ class TableStore(NamingStore, TextStore):
 
     @abstractmethod
     def body(self, shard: int, raw: bytes, begin: int) -> bytes:
-        """Return the JSON of a row, from its bytes at `begin`. Raises `RecordError`."""
+        """Return the JSON of a row whose bytes are `raw`.
+
+        They start at byte `begin` of the shard. Raises `RecordError`.
+        """
 
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """Return the JSON, or the bytes of a file."""
@@ -406,9 +413,9 @@ class TableStore(NamingStore, TextStore):
             raise self.row_error(shard, row, error) from error
 
     def parsed(self, shard: int, raw: bytes, begin: int) -> tuple[dict[str, Any], bytes]:
-        """Return the fields and the JSON of a row, from its bytes at `begin`.
+        """Return the fields and the JSON of a row whose bytes are `raw`.
 
-        Raises `RecordError`, `ShardError`.
+        They start at byte `begin` of the shard. Raises `RecordError`, `ShardError`.
         """
         body = self.body(shard, raw, begin)
         try:

@@ -167,7 +167,7 @@ class TarRows:
 class TarParts:
     """Reader of parts from `files`, located by the index.
 
-    It does not check whether bytes are cached, see `ShardFiles.download_before`.
+    It does not check whether bytes are cached, see `ShardFiles.download_first`.
     """
 
     def __init__(self, rows: TarRows, files: ShardFiles) -> None:
@@ -234,7 +234,8 @@ class TarStore(StoreFacts):
 
     `root` has the metadata. Rows are those of the index.
 
-    Methods of its parts are bound as attributes, because a wrapper around `read` would cost up to a tenth of a read.
+    Methods of `TarRows`, `ShardFiles` and `TarParts` are bound as attributes, because a wrapper around `read` would
+    cost up to a tenth of a read.
     """
 
     found: IndexedFiles
@@ -244,19 +245,19 @@ class TarStore(StoreFacts):
         self.found, self.address = found, found.address
         self.root: Path | None = found.root
         self.entries: Sequence[ShardEntry] = found.entries
-        self.endings: Sequence[str] = found.form.suffixes
-        self._rows = rows = TarRows(found)
+        self.endings: Sequence[str] = found.form.suffixes  # of the names of shards
+        self._tar_rows = tar_rows = TarRows(found)
         self.files = files = _files_of(found)
-        self.rows = files.fetch_rows_before(rows.rows)
-        self.offset, self.extensions, self.sizes = rows.offset, rows.extensions, rows.sizes
-        self.has_part = rows.has_part
+        self.rows = files.fetch_rows_first(tar_rows.rows)
+        self.offset, self.extensions, self.sizes = tar_rows.offset, tar_rows.extensions, tar_rows.sizes
+        self.has_part = tar_rows.has_part
         self.request, self.verify, self.verify_yielded = files.request, files.verify, files.verify_yielded
-        parts = TarParts(rows, files)
-        long = files.long_parts(parts, rows.extent)
-        self.read = files.download_before(parts.read, long.read)
-        self.array = files.download_before(parts.array, long.array)
-        self._span = files.download_before(parts.span, long.span)
-        self._key = files.download_before(parts.key, parts.key)
+        reader = TarParts(tar_rows, files)
+        long_reader = files.long_sample_reader(reader, tar_rows.extent)  # for samples that are not downloaded whole
+        self.read = files.download_first(reader.read, long_reader.read)
+        self.array = files.download_first(reader.array, long_reader.array)
+        self._span = files.download_first(reader.span, long_reader.span)
+        self._key = files.download_first(reader.key, reader.key)  # `key` peeks at long samples instead
 
     def table(self, shard: int) -> ShardTable:
         """See `IndexedFiles.table`."""
@@ -265,11 +266,11 @@ class TarStore(StoreFacts):
 
     def part_sets(self) -> list[list[str]]:
         """See `StoreFacts.part_sets`."""
-        return [[*layout.member_of] for layout in self._rows.index.layouts]
+        return [[*layout.member_of] for layout in self._tar_rows.index.layouts]
 
     def rejects_warning(self) -> str:
         """See `RecordStore.rejects_warning`. It counts links."""
-        index = self._rows.index
+        index = self._tar_rows.index
         return _indexed_links_warning(self.address, index, self.found.numbers.tolist()) if index.links else ""
 
     def prefetch(self, indices: Rows) -> None:
@@ -277,19 +278,19 @@ class TarStore(StoreFacts):
         if self.files.is_remote:
             self.files.prefetch(indices)
         else:
-            readahead(self._rows, self.files, indices)
+            readahead(self._tar_rows, self.files, indices)
 
     def part_offset(self, shard: int, row: int, extension: str) -> int:
         """See `RecordStore.part_offset`."""
-        return self._rows.extent(row, extension)[0]
+        return self._tar_rows.extent(row, extension)[0]
 
     def part_sizes(self) -> dict[str, Rows] | None:
         """See `RecordStore.part_sizes`. The result is None if index rows are missing."""
-        return self._rows.part_sizes() if self.files.has_all_rows() else None
+        return self._tar_rows.part_sizes() if self.files.has_all_rows() else None
 
     @property
     def prefetch_refs(self) -> int:
-        """Return the number of refs to pass to `prefetch` ahead of their use."""
+        """See `RecordStore.prefetch_refs`: a number of refs."""
         return self.files.prefetch_refs
 
     def open(self, shard: int, row: int, extension: str) -> BinaryIO:
@@ -298,7 +299,7 @@ class TarStore(StoreFacts):
         Raises KeyError, or `ShardError`.
         """
         span = self._span
-        begin, size = self._rows.extent(row, extension)
+        begin, size = self._tar_rows.extent(row, extension)
         return ByteSource(lambda *extent: span(shard, row, extent), size, begin=begin).open()
 
     def head(self, shard: int, row: int, extension: str, limit: int) -> tuple[bytes, int]:
@@ -306,7 +307,7 @@ class TarStore(StoreFacts):
 
         Raises KeyError, or `ShardError`.
         """
-        offset, size = self._rows.extent(row, extension)
+        offset, size = self._tar_rows.extent(row, extension)
         extent = offset, min(size, limit)
         head = self.files.peek(shard, row, extent)
         return (self._span(shard, row, extent) if head is None else head), size
@@ -317,7 +318,7 @@ class TarStore(StoreFacts):
         Raises `ShardError`.
         """
         path = f"{self.address}/{self.found.entries.names[shard]}"
-        headers = self.files.peek(shard, row, (self.offset(shard, row), self._rows.layout(row).gaps[0]))
+        headers = self.files.peek(shard, row, (self.offset(shard, row), self._tar_rows.layout(row).gaps[0]))
         if headers is None:
             return self._key(shard, row, path)
         with tempfile.TemporaryFile() as file:

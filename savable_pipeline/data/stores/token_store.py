@@ -39,6 +39,7 @@ from savable_pipeline.errors import ShardError
 
 FLAT, INDEXED, ARRAY = 0, 1, 2  # kinds of files: bare numbers, a .bin with an .idx, an .npy
 _header_lock = threading.Lock()  # NumPy parses a header with `ast`, which fails in two threads (CPython's gh-106905)
+# names of token types by their number in an .idx; number 0 means that the user must pass the type
 TYPES = ("", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16", "uint32", "uint64")
 _MAGIC = b"MMIDIDX\0\0"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -239,13 +240,13 @@ class TokenStore(FileStore):
     def read(self, shard: int, row: int, extension: str) -> bytes:
         """Return the bytes of the tokens, as stored in the file."""
         if extension != TOKENS_PART:
-            find_part(extension, [TOKENS_PART])
+            find_part(extension, [TOKENS_PART])  # raises KeyError for another name; case does not matter
         return self.files.read(shard, *self._extent(shard, row))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.generic]:
         """Return the tokens: (tokens,) of the type in the file."""
         if extension != TOKENS_PART:
-            find_part(extension, [TOKENS_PART])
+            find_part(extension, [TOKENS_PART])  # raises KeyError for another name; case does not matter
         begin, size = self._extent(shard, row)
         array = empty_bytes(size)
         self.files.read_into(array, shard, begin)
@@ -375,8 +376,8 @@ def check_token_settings(length: int | None, stride: int | None, dtype: str | No
             raise ValueError(f"TokenReader: {name} must be at least 1, not {value}")
     if stride is not None and length is None:
         raise ValueError("TokenReader: stride= needs length=, the tokens of a window")
-    if dtype is not None and dtype not in TYPES[1:]:
-        raise ValueError(f"TokenReader: dtype must be one of {', '.join(TYPES[1:])}, not {dtype!r}")
+    if dtype is not None and dtype not in (names := TYPES[1:]):  # without number 0, which is no type
+        raise ValueError(f"TokenReader: dtype must be one of {', '.join(names)}, not {dtype!r}")
 
 
 TOKENS = Format(

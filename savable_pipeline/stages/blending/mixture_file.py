@@ -467,7 +467,7 @@ def read_yaml(file: Path) -> YamlEntry:
     """
     import yaml  # type: ignore[import-untyped]  # imported late, because workers do not need it
 
-    from savable_pipeline.data.shards.yaml_limits import check_yaml, constructed
+    from savable_pipeline.data.shards.yaml_limits import check_yaml, construct_yaml_value
 
     if file.stat().st_size > _MOST_BYTES:
         raise ValueError(
@@ -479,7 +479,7 @@ def read_yaml(file: Path) -> YamlEntry:
         loader = yaml.SafeLoader(raw)
         try:
             node = loader.get_single_node()
-            value = None if node is None else constructed(lambda: loader.construct_document(node))
+            value = None if node is None else construct_yaml_value(lambda: loader.construct_document(node))
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -98,7 +98,7 @@ class GrowingSamples:
         if selection is None:
             return EpochSamples(shards, firsts[: shards + 1], int(firsts[shards]), None)
         selected = selection if shards == len(firsts) - 1 else selection.of_first(shards)
-        return EpochSamples(shards, selected.firsts, selected.count, selected)
+        return EpochSamples(shards, selected.first_positions, selected.count, selected)
 
     def blocks(self, begin: int, end: int, size: int) -> int:
         """Count the blocks of `size` samples in the epochs `begin` to `end - 1`.

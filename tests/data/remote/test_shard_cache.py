@@ -122,7 +122,7 @@ def test_used_rows_are_evicted_first_and_requested_ones_only_for_urgent_ones(sha
     limit = bytes_in_use(tmp_path)
     space = CacheSpace(tmp_path, limit)
     space.reserve(1000)
-    space.written(1000)
+    space.end_reservation(1000)
     assert here(cached) == [0, 1, 2, 3, 4, 5, 7, 8, 13, 14, 15]
     assert not space.try_reserve(limit // 2)  # 1, 2 and 3 make no room for so much
     assert here(cached) == [0, 4, 5, 7, 8, 13, 14, 15]
@@ -136,8 +136,8 @@ def test_reserved_bytes_count_as_used_space(tmp_path: Path, monkeypatch: pytest.
     space.reserve(4096)
     space.reserve(4096)
     assert not space.try_reserve(4096)
-    space.written(4096)
-    space.written(4096)
+    space.end_reservation(4096)
+    space.end_reservation(4096)
     assert space.try_reserve(4096)
 
 

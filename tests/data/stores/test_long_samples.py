@@ -193,7 +193,7 @@ def test_block_evicted_during_a_read_is_downloaded_again(server: ToyServer, monk
     dataset = open_any(f"{server.url}/data")
     file = samples_of(dataset)["film0"].open("bin")
     assert file.read(10) == FILMS[0][:10]
-    blocks, pread, evicted = dataset.store.files._long._blocks, os.pread, list[int]()  # type: ignore[attr-defined]
+    blocks, pread, evicted = dataset.store.files._long_samples._blocks, os.pread, list[int]()  # type: ignore[attr-defined]
 
     def evict_first(fd: int, size: int, offset: int) -> bytes:
         if not evicted and fd == blocks.get(0):
