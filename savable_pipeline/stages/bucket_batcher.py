@@ -2,9 +2,9 @@
 
 It is for models that pad instead of packing.
 
-With `same_bucket`, `StepRule` chooses the next bucket, so that all lanes yield a batch of the same bucket at a time.
-The cost of a batch is the number of its bucket. A lane without a batch of that bucket mostly yields a batch of a
-shorter bucket, so that other ranks seldom wait for this lane.
+With `same_bucket`, `StepRule` chooses the bucket of the next batch, the same one in all lanes. The cost of a batch is
+the number of its bucket. A lane without a batch of the chosen bucket mostly yields a batch of a shorter bucket, so that
+other ranks seldom wait for this lane.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class BucketSizes:
         self._sizes_by_group: dict[Group, list[int]] = {}
         self._common_sizes: list[int] = []  # the size for each bucket, if all groups have the same
         if max_tokens is not None:
-            self._common_sizes = self._by_tokens(max_tokens)
+            self._common_sizes = self._sizes_by_tokens(max_tokens)
         elif isinstance(size, Mapping):
-            self._sizes_by_group = {plain_group(group): self._sizes(of_group) for group, of_group in size.items()}
+            self._sizes_by_group = {plain_group(group): self._per_bucket(of_group) for group, of_group in size.items()}
         elif size is not None and not callable(size):
-            self._common_sizes = self._sizes(size)
+            self._common_sizes = self._per_bucket(size)
 
-    def _by_tokens(self, max_tokens: int) -> list[int]:
-        """Return for each bucket how many of its longest items fit `max_tokens`."""
+    def _sizes_by_tokens(self, max_tokens: int) -> list[int]:
+        """Return for each bucket how many items of its greatest length fit into `max_tokens`."""
         if not self.bounds:
             raise ValueError("BucketBatcher: max_tokens needs bounds")
         if max_tokens < self.bounds[-1]:
@@ -78,8 +78,8 @@ class BucketSizes:
             )
         return [max_tokens // bound for bound in self.bounds]
 
-    def _sizes(self, size: BatchSize) -> list[int]:
-        """Return the size for each bucket. Raises ValueError for an invalid `size`."""
+    def _per_bucket(self, size: BatchSize) -> list[int]:
+        """Return the size of a batch for each bucket. Raises ValueError for an invalid `size`."""
         sizes = [index(each) for each in size] if isinstance(size, Sequence) else [index(size)] * self.buckets
         if len(sizes) != self.buckets:
             raise ValueError(f"BucketBatcher: pass one size per bucket, {self.buckets}, not {len(sizes)}: {size}")
@@ -95,7 +95,7 @@ class BucketSizes:
         if self._common_sizes:
             return self._common_sizes[bucket]
         if callable(self._size_argument):
-            return self._sizes(self._size_argument(group))[bucket]
+            return self._per_bucket(self._size_argument(group))[bucket]
         if group not in self._sizes_by_group:
             known = ", ".join(map(repr, self._sizes_by_group))
             raise ValueError(f"group {group!r} has no size. Add one. Sizes exist for {known}.")
@@ -186,8 +186,8 @@ class BucketBatcher(EncoderBatches):
     addition to the encoder's keys, "valid": bool (rows,), False for padding rows. Padding rows repeat an item.
 
     With `same_bucket` the ranks of a step mostly get batches of the same bucket, without communication. Each lane holds
-    full batches, and a random number that is equal in all lanes chooses the bucket. If it has no full batch, mostly the
-    nearest shorter bucket that has one is used.
+    full batches, and a random number that is equal in all lanes chooses the bucket. If the lane has no full batch of
+    this bucket, it mostly yields one of the nearest shorter bucket that has one.
 
     Args:
         source: A stage of items.
@@ -200,7 +200,7 @@ class BucketBatcher(EncoderBatches):
             encoder, which returns an int, a str, None or a tuple of these, and depends only on the item. The
             fingerprint has the function's name, or the `settings()` of a callable object.
         drop_last: Drop the remaining items at the end. None: False.
-        same_bucket: Whether the ranks of a step should get batches of the same bucket.
+        same_bucket: Whether the ranks of a step should get batches of the same bucket. Default: False.
         candidates: The full batches that a lane holds for `same_bucket`: 4 at first, then one more each batch.
         encoder: Measures and combines items. None: the encoder upstream.
 
@@ -260,7 +260,7 @@ class BucketBatcher(EncoderBatches):
         self._by_source = SourceCounts(self.counts)
         self.same_bucket, self.candidates = same_bucket, candidates
         self.in_step = "BucketBatcher(same_bucket=True)" if same_bucket else ""
-        rule = StepRule("BucketBatcher", self.lane, candidates=candidates, weight=1, costlier=16)
+        rule = StepRule("BucketBatcher", self.lane, candidates=candidates, weight=1, costlier=16)  # checks `candidates`
         self._rule = rule if same_bucket else None
 
     def _due(self) -> tuple[list[Any], list[ItemRef], int] | None:
@@ -277,13 +277,16 @@ class BucketBatcher(EncoderBatches):
 
     def _next_bucket(self) -> BucketKey | None:
         """Return the bucket of the next batch after building its items, or None at the end."""
-        while (key := self._fill()) is not None:
+        while (key := self._fill_buckets()) is not None:
             if self._build_missing(key):
                 return key
         return None
 
     def _build_missing(self, key: BucketKey) -> bool:
-        """Build the missing items of a bucket's next batch. Returns False as soon as an item leaves the bucket."""
+        """Build the missing items of a bucket's next batch.
+
+        Returns False as soon as an item is lost or moves to another bucket, because another item then follows.
+        """
         buffer = self._buckets[key]
         due = range(min(self._size(key), len(buffer)))
         return buffer.built == len(buffer) or all(self._is_skipped(buffer[i]) or self._build_item(key, i) for i in due)
@@ -293,7 +296,7 @@ class BucketBatcher(EncoderBatches):
         return self.lane.skips and chunked(self.source).is_certain(element.ref)
 
     def _count_yielded(self, refs: list[ItemRef]) -> None:
-        """Also drop the items of the batch, and move its bucket behind the others."""
+        """Count a yielded batch, drop its items, and move its bucket behind the others."""
         super()._count_yielded(refs)
         if refs:
             if self._rule is not None:
@@ -307,7 +310,7 @@ class BucketBatcher(EncoderBatches):
         """Return whether another batch follows. To find out, this fills a bucket."""
         return self._next_bucket() is not None
 
-    def _fill(self) -> BucketKey | None:
+    def _fill_buckets(self) -> BucketKey | None:
         """Take items until enough batches are full. Returns the bucket of the next batch, or None at the end."""
         wanted = 1 if self._rule is None else self._rule.room  # number of full batches
         full = {key: batches for key, buffer in self._buckets.items() if (batches := len(buffer) // self._size(key))}
@@ -319,7 +322,8 @@ class BucketBatcher(EncoderBatches):
         if full and self._rule is not None:
             keys = sorted([key for key, batches in full.items() for _ in range(batches)], key=_cost)
             return keys[self._rule.choose(list(map(_cost, keys)), [self._rule.count] * len(keys))]
-        return min(full or ([] if self.drop_last else self._buckets), key=lambda key: key[1], default=None)
+        due = full or ([] if self.drop_last else self._buckets)
+        return min(due, key=lambda key: key[1], default=None)  # by number: the shortest bucket
 
     def _size(self, key: BucketKey) -> int:
         return self._sizes.of(*key)
@@ -330,8 +334,8 @@ class BucketBatcher(EncoderBatches):
         if (key := self._key_unbuilt(element)) is None:
             is_lost = type(value_of(self.source, element)) is Skip  # a stage upstream has counted it
             key = None if is_lost else self._key(element)
-        if key is not None and key[1] == self._sizes.buckets:
-            self._skipped(element.ref)
+        if key is not None and key[1] == self._sizes.buckets:  # no bucket has this number: the item is too long
+            self._count_too_long(element.ref)
             key = None
         elif key is not None:
             self._by_source.count_item(element.ref)
@@ -340,7 +344,7 @@ class BucketBatcher(EncoderBatches):
         return key
 
     def _key_unbuilt(self, element: Element) -> BucketKey | None:
-        """Return the bucket of an element that the lane skips, or None if only building the element can tell."""
+        """Return the bucket of an element that the lane skips, or None if it must be built to know the bucket."""
         if self.group is not None or element.is_built or not self._is_skipped(element):
             return None
         if not self.bounds:
@@ -350,7 +354,7 @@ class BucketBatcher(EncoderBatches):
         return None, bisect_left(self.bounds, element.sizes[0][0])
 
     def _key(self, element: Element) -> BucketKey:
-        """Return the bucket of a built item. Its number is `len(self.bounds)` if the item is too long.
+        """Return the bucket of a built item. If it is too long, the number is that after the last bucket.
 
         Raises `EncodeError` if the encoder or `group` raises, or if the group has no size.
         """
@@ -358,7 +362,7 @@ class BucketBatcher(EncoderBatches):
         group = None if self.group is None else self._calls.value(self.group, element.value, self._sizes.checked_group)
         return group, bucket
 
-    def _skipped(self, ref: ItemRef) -> None:
+    def _count_too_long(self, ref: ItemRef) -> None:
         """Count an item that is too long. Raises `EncodeError` for very many in a row."""
         row = self._by_source.count_dropped("longer than the last bound", ref)
         if row >= self.info.max_empty:
@@ -367,7 +371,7 @@ class BucketBatcher(EncoderBatches):
             )
 
     def _build_item(self, key: BucketKey, i: int) -> bool:
-        """Build item `i` of a bucket. Returns False if it is lost, or if it is a pack that lost items and moved."""
+        """Build item `i` of a bucket. Returns False if it is lost, or is a pack that lost items and moved away."""
         buffer = self._buckets[key]
         element = buffer[i]
         if element.is_built:

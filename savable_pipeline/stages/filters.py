@@ -21,7 +21,7 @@ from savable_pipeline.stages.skipped_samples import SkippedSamples, absent_reaso
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 from savable_pipeline.stages.task_encoder import Skip
 
-_MAX_ERRORS = 0.1  # greatest fraction of a lane's elements that may be skipped because of errors
+_MAX_ERROR_FRACTION = 0.1  # greatest fraction of a lane's elements that may be skipped because of errors
 _ITEMS_AT_ONCE = 16  # most items to take from the source at a time, because they are all in memory
 _DROPPED_MESSAGE = "{} dropped {}. Change its condition."
 
@@ -41,12 +41,12 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         function: `function(sample)`, `function(sample, rng)` or `function(item)`. The result must only depend on the
             arguments.
         on_error: For elements for which `function` raises, as for `sp.Encode`. A tenth of a lane's elements may be
-            skipped; up to 100 are always allowed. Of items, errors of disk, network or memory are always raised.
+            skipped; up to 100 are always allowed. For items, errors of disk, network or memory are always raised.
         global_rng: See `TaskEncoder.global_rng`; only for samples.
 
     Raises:
         ValueError: A setting is wrong.
-        EncodeError: `function` raised, or dropped very many elements in a row, or all of a pass without a loader.
+        EncodeError: `function` raised, or dropped very many elements in a row, or all of an epoch without a loader.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
             check_mapped(".filter", function, most=1)
             global_rng = False  # a function of an item draws nothing
         self._name = f".filter({mapped_name(function)})"
-        limits = on_error, _MAX_ERRORS
-        self._skipped = SkippedSamples("Filter", self._name, *limits, self.counts, source.info, self._ahead)
+        info, most = source.info, _MAX_ERROR_FRACTION
+        self._skipped = SkippedSamples("Filter", self._name, on_error, most, self.counts, info, self._ahead)
         self._function = source.lane.own(function)
         encoder = MappedFunction(".filter", self._function, global_rng=global_rng)
         self.keyed = KeyedEncoder(encoder, source.lane, check=0.0, purpose=f"filter {source.info.depth}")
@@ -83,30 +83,30 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
                 self._check_passed()
                 break
             elements: list[Element] = []
-            first, before, passed = ahead.next, self._skipped.begin(elements), list[bool | None]()
+            first, before, results = ahead.next, self._skipped.begin(elements), list[bool | None]()
             try:
                 chosen = ahead.opened[first : first + n]
                 with self.keyed.seeding.series(len(chosen)):
-                    for ahead.next, each in enumerate(chosen, first):
-                        passed.append(self._try(each))
-                        if passed[-1]:
+                    for ahead.next, each in enumerate(chosen, first):  # at an error, `next` is the failed element
+                        results.append(self._try(each))
+                        if results[-1]:
                             elements.append(each if isinstance(each, Element) else Element((each.index, each.epoch, 0)))
-                        elif passed[-1] is None:
+                        elif results[-1] is None:
                             break  # otherwise a draw in a later element would undo this count
                 ahead.next += 1
             except BaseException as error:
-                is_of_element = isinstance(error, SavableError) and 0 < len(passed) == ahead.next - first
+                is_of_later_element = isinstance(error, SavableError) and 0 < len(results) == ahead.next - first
                 self._skipped.roll_back(before)
-                if is_of_element:
-                    n = len(passed)  # return the elements before the failed one first, and raise at the next call
+                if is_of_later_element:
+                    n = len(results)  # return the elements before the failed one first, and raise at the next call
                 elif not isinstance(error, DrawFound):  # after a `DrawFound`, the row is repeated
                     raise
                 continue
             self._skipped.end(self.info.tags)
-            self._count(passed)
+            self._count(results)
             if elements:
                 refs = ahead.refs[first : ahead.next]
-                return elements if isinstance(refs, list) else refs[np.array(passed, bool)]
+                return elements if isinstance(refs, list) else refs[np.array(results, bool)]
         return ahead.refs[:0]
 
     def _try(self, element: Any) -> bool | None:
@@ -134,17 +134,17 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         self._skipped.tolerate(sample, error)
         return None
 
-    def _count(self, passed: Sequence[bool | None]) -> None:
+    def _count(self, results: Sequence[bool | None]) -> None:
         """Count results of `_try`. Raises `EncodeError` if very many elements in a row were dropped."""
-        if dropped := passed.count(False):
+        if dropped := results.count(False):
             self.counts["filtered"] += dropped
-        self._passed += passed.count(True)
-        self._since_passed = 0 if any(passed) else self._since_passed + len(passed)
+        self._passed += results.count(True)
+        self._since_passed = 0 if any(results) else self._since_passed + len(results)
         if self._since_passed >= self.info.max_empty:
             raise EncodeError(_DROPPED_MESSAGE.format(self._name, f"{self._since_passed:,} in a row"))
 
     def _check_passed(self) -> None:
-        """Raise `EncodeError` if this lane has tried all elements of a pass, and none passed."""
+        """Raise `EncodeError` if the only lane has tried all elements of an epoch, and none passed."""
         if self._ahead.done and not self._passed and self.lane.count == 1:
             raise EncodeError(_DROPPED_MESSAGE.format(self._name, f"all {self._ahead.done:,} of an epoch"))
 

@@ -41,7 +41,7 @@ from savable_pipeline.stages.task_encoder import Skip
 RefsT = TypeVar("RefsT", RefArray, list[ItemRef])
 _LEAVES = {int, float, str, bytes, bool, type(None)}  # types without parts
 _NUMBERS = {int, float, bool}
-_MEASURED = 16  # number of parts to measure of a longer list, to estimate its size
+_MEASURED_PARTS = 16  # number of parts to measure of a longer list, to estimate its size
 
 
 class StageBuffer:
@@ -154,6 +154,7 @@ class ItemBuffer(StageBuffer):
         if not self._is_restored or self._owner.lane.skips:
             return
         self._is_restored = False
+        # a number above 0 at the end of a ref is that of a later part of a sample
         missing = [each for each in self._elements if not each.is_built and type(each.ref[-1]) is int and each.ref[-1]]
         for element in sorted(missing, key=attrgetter("ref")):
             if type(value_of(self._owner.source, element)) is Skip:
@@ -192,7 +193,7 @@ class ItemBuffer(StageBuffer):
     def pop(self, at: int) -> tuple[Any, ItemRef]:
         """Remove an element, and return it with its ref.
 
-        If the source raises, it is still in the buffer.
+        If the source raises while it rebuilds the element, the element stays in the buffer.
 
         Args:
             at: The position of the element, from 0, or -1 for the last.
@@ -232,7 +233,7 @@ class ItemBuffer(StageBuffer):
             removed.append(elements[slot])
             elements[slot] = element
         self._share.release(removed)
-        removed_ids = set(map(id, removed))  # if a slot repeats, it has a fresh element
+        removed_ids = set(map(id, removed))  # if a slot repeats, `removed` also has fresh elements
         self._share.count([element for element in fresh if id(element) not in removed_ids])
         return removed
 
@@ -243,7 +244,7 @@ class ItemBuffer(StageBuffer):
 
         Args:
             n: The number of values, or fewer if the buffer has fewer elements.
-            skips: Whether the lane only skips the elements; those that cannot be lost then remain unbuilt.
+            skips: Whether the lane skips the batch of these values; elements that cannot be lost then remain unbuilt.
         """
         while True:
             values = [element.value for element in self._elements[:n]]
@@ -267,7 +268,7 @@ class ItemBuffer(StageBuffer):
         Args:
             n: The number of elements.
         """
-        copies = [Element(each.ref, each.value, each.sizes, 0, each.measured) for each in self._elements[:n]]
+        copies = [Element(each.ref, each.value, each.sizes, measured=each.measured) for each in self._elements[:n]]
         chunked(self._owner.source).make(unbuilt(copies))
         return copies
 
@@ -292,8 +293,8 @@ def built_items(stage: Stage) -> int:
 def known_refs(stage: Stage, refs: RefsT) -> RefsT:
     """Return the saved refs whose source is still upstream of the stage.
 
-    The other refs are counted as dropped. Excluded samples are removed from the refs of items and packs. In an array of
-    samples' refs they remain, because they are dropped when they are encoded.
+    The other refs are counted as dropped. Excluded samples are removed from the refs of items and packs. They remain in
+    an array of samples' refs, because they are dropped when they are encoded.
     """
     tags = stage.info.tags
     if isinstance(refs, np.ndarray):
@@ -402,8 +403,8 @@ class RefBuffer:
 class TakenAhead:
     """Samples or items that a stage has taken from its source, and their refs.
 
-    `refs` is an array of samples' refs, REF (any,), or a list of `Element`. `opened` has the samples, or the same
-    elements. `next` is the position of the first one that is not done.
+    For samples, `refs` is an array, REF (any,), and `opened` has the samples. For items, both are the same list of
+    `Element`. `next` is the position of the first one that is not done.
     """
 
     def __init__(self, *, items: bool = False) -> None:
@@ -425,7 +426,7 @@ class TakenAhead:
     def load(self, source: Stage, n: int, *, first: int) -> bool:
         """Take 1 to `n` samples or items from the source. Returns False at the end.
 
-        Those before position `first` are dropped.
+        Earlier ones before position `first` are dropped.
         """
         taken = chunked(source).take(n)
         if not len(taken):
@@ -436,18 +437,19 @@ class TakenAhead:
             self.refs, self.opened, self.next = taken, opened, 0
         else:
             self.next -= first
-            self.refs = np.concatenate([self.refs[first:], taken])  # not reached for items, which are all done before
+            # samples only, because all items are done before more are taken
+            self.refs = np.concatenate([self.refs[first:], taken])
             self.opened = self.opened[first:] + opened
         return True
 
     def restore(self, source: Stage, refs: RefArray | list[Element], done: int) -> None:
-        """Restore refs that are not done, after `done` samples or items that are."""
+        """Restore `refs` that are not done, after `done` samples or items that are done."""
         self.refs, self.opened, self.next = refs, _opened(source, refs), 0
         self._taken = done + len(refs)
 
 
 def _opened(source: Any, refs: RefArray | list[Element]) -> list[Any]:
-    """Return the samples with these refs, or the items themselves."""
+    """Return the samples with these refs. Elements of items are returned themselves."""
     return refs if isinstance(refs, list) else source.open_samples(refs)
 
 
@@ -466,7 +468,7 @@ class BudgetShare:
     """
 
     _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
-    elements = 0  # number of elements whose bytes are counted
+    elements = 0  # number of elements in the buffer whose bytes are counted
 
     def __init__(self, budget: MemoryBudget, *, max_bytes: int | None) -> None:
         self._budget, self._max_bytes = budget, max_bytes
@@ -537,7 +539,7 @@ def _size_of_parts(parts: list[Any]) -> int:
     kinds = {type(parts[0]), type(parts[-1]), type(parts[len(parts) // 2])} if parts else _NUMBERS
     if kinds <= _NUMBERS:
         return 32 * len(parts)  # an estimate for any number, including its pointer
-    step = len(parts) // _MEASURED
-    chosen = parts[: step * _MEASURED : step] if step > 1 else parts
+    step = len(parts) // _MEASURED_PARTS
+    chosen = parts[: step * _MEASURED_PARTS : step] if step > 1 else parts
     measure = sys.getsizeof if _LEAVES.issuperset(map(type, chosen)) else size_of
     return sum(map(measure, chosen)) * len(parts) // max(1, len(chosen))

@@ -25,7 +25,7 @@ from savable_pipeline.stages.readers.reader import RecordReader
 from savable_pipeline.stages.stage import ItemStage, SampleStage, Stage, State, parse_state, saved_refs
 
 _MAX_BUFFER_BYTES = 1 << 30
-_AHEAD = 1024  # number of draws computed at once, in a tenth of the time of single draws
+_DRAWS_AT_ONCE = 1024  # number of draws computed at once, in a tenth of the time of single draws
 
 
 class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
@@ -37,9 +37,10 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     small data. This limit stays the same for the run. A buffer after a blend, packs or an encoder without `one_to_one`
     does not have it.
 
-    At the end of a finite source the rest of the buffer follows in random order. Draw n is word n of a key of the lane,
-    one draw per ref, so that the order does not depend on how many refs are taken at a time. A ref takes 12 bytes,
-    in memory and in a state. After `Encode` the stage shuffles items, such as the consecutive pieces of one document.
+    At the end of a finite source the rest of the buffer follows in random order. There is one draw per ref, and draw n
+    is random word n of a key of the lane, so that the order does not depend on how many refs are taken at a time. A ref
+    takes 12 bytes, in memory and in a state. After `Encode` the stage shuffles items, such as the consecutive pieces of
+    one document.
 
     Args:
         source: A stage of samples, or of items.
@@ -65,7 +66,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         Stage.__init__(self, source)
         self.size, self.yields = size, source.yields
         self.max_buffer_bytes = 0
-        """Of items, in a process; a buffer of samples has none."""
+        """The most bytes of items in a process; 0 for samples, which are not held in memory."""
         self._buffer: RefBuffer | ItemBuffer = RefBuffer(np.empty(0, REF))
         if source.yields != "samples":
             self.max_buffer_bytes = _MAX_BUFFER_BYTES if max_buffer_bytes is None else max_buffer_bytes
@@ -73,8 +74,8 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         elif max_buffer_bytes is not None:
             raise ValueError("max_buffer_bytes applies only after Encode. Remove it.")
         self._draws = 0
-        # number of the first computed draw, and the slots of this and later draws
-        self._ahead = 0, np.empty(0, np.int64)
+        # number of the first draw that is computed in advance, and the slots of this and later draws
+        self._computed_slots = 0, np.empty(0, np.int64)
 
     @cached_property
     def _key(self) -> int:
@@ -85,12 +86,12 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
     def capacity(self) -> int:
         """Return the number of refs in a full buffer.
 
-        It is at most the lane's share of the first epoch.
+        It is at most the number of samples that the lane has in the first epoch.
         """
-        return min(self.size, self._most or self.size)
+        return min(self.size, self._epoch_limit or self.size)
 
     @cached_property
-    def _most(self) -> int:
+    def _epoch_limit(self) -> int:
         """Return the most samples that the lane may have in the first epoch, or 0 if unknown.
 
         It is unknown if a sample may become several items.
@@ -110,22 +111,22 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
                 self.lane.unused -= len(more)  # samples in the buffer do not count as read without a batch
 
     def _slot(self) -> int:
-        """Return the slot of the next element, from any number of elements in the buffer."""
+        """Return the slot of the next element to yield, also of a buffer that is not full."""
         return (word(self._key, self._draws) >> 32) * len(self._buffer) >> 32
 
     def _slots(self, n: int) -> NDArray[np.int64]:
         """Return the slots of the next `n` elements of a full buffer: int64 (n,). Many are computed in advance."""
-        first_draw, slots = self._ahead
+        first_draw, slots = self._computed_slots
         start = self._draws - first_draw
         if start < 0 or start + n > len(slots):
-            slots = below(words(self._key, self._draws, max(n, _AHEAD)), self.capacity)
-            self._ahead, start = (self._draws, slots), 0
+            slots = below(words(self._key, self._draws, max(n, _DRAWS_AT_ONCE)), self.capacity)
+            self._computed_slots, start = (self._draws, slots), 0
         return slots[start : start + n]
 
     def take(self, n: int) -> Any:
         """Return the next 1 to `n` random elements.
 
-        Each is replaced by the next element of the source, or at its end by the last one of the buffer.
+        Each is replaced by the next element of the source, or by the last one of the buffer if the source has ended.
         """
         buffer, capacity = self._buffer, self.capacity
         self._fill()
@@ -150,7 +151,7 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
         `refs` has the buffer's refs of samples, 12 bytes each (index uint64, epoch uint32), or refs of items with
         sizes. `draws` is the number of draws so far, and `most` the limit of the buffer; 0 if it is `size`.
         """
-        saved = {"refs": self._buffer.save(), "draws": self._draws, "most": self._most}
+        saved = {"refs": self._buffer.save(), "draws": self._draws, "most": self._epoch_limit}
         return {**saved, "source": self.source.save_state()}
 
     def restore_state(self, state: State) -> None:
@@ -164,13 +165,13 @@ class ShuffleBuffer(ChunkedStage, SampleStage, ItemStage):
             self._buffer.restore(saved.refs)
         else:
             self._buffer = RefBuffer(known_refs(self, saved_refs(self, saved.refs)).copy())
-        self._most = saved.most
+        self._epoch_limit = saved.most
         if len(self._buffer) > self.capacity:
             raise CheckpointMismatchError(
                 f"ShuffleBuffer(size={self.capacity}): the state has {len(self._buffer)} samples. Use another copy "
                 "of the checkpoint."
             )
-        self._draws, self._ahead = saved.draws, (0, np.empty(0, np.int64))
+        self._draws, self._computed_slots = saved.draws, (0, np.empty(0, np.int64))
         if isinstance(self._buffer, RefBuffer) and len(self._buffer):
             self.source.prefetch(self._buffer.array)
 

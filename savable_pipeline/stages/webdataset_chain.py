@@ -30,7 +30,8 @@ from savable_pipeline.stages.task_encoder import Skip, TaskEncoder
 ReadShards = Callable[..., SamplePipeline]
 
 _logger = logging.getLogger(__name__)
-# whether the list of shards is endless
+# Names of functions or classes of webdataset's stages, by what replaces them. The values of this dict are whether the
+# list of shards is endless.
 _SHARD_LISTS = {"SimpleShardList": False, "ResampledShards": True, "ResampledShardList": True}
 _SPLITTERS = {"split_by_node", "split_by_worker", "single_node_only", "non_empty", "check_empty", "Cached"}
 _OPENERS = {"tarfile_samples", "cached_tarfile_samples", "StreamingOpen", "FileCache", "url_opener"}
@@ -39,7 +40,7 @@ _PER_SAMPLE = {"_map", "_decode", "_rename", "_map_dict", "_map_tuple", "_to_tup
 _PER_SAMPLE |= {"_extract_keys", "_rename_keys", "_xdecode", "_rsample", "_log_keys", "_transform_with"}
 _ONE_TO_ONE = {"_decode", "_rename", "_map_dict", "_map_tuple", "_to_tuple", "_associate", "_extract_keys", "_xdecode"}
 _FAN_OUTS = {"_unlisted", "_unbatched"}
-_STOPS = {"ignore_and_stop", "warn_and_stop"}
+_STOPPING_HANDLERS = {"ignore_and_stop", "warn_and_stop"}  # names of webdataset's handlers
 # Advice by the name of an unsupported stage.
 _ADVICE = {
     "DirectoryShardList": "Give sp.read the folder.",
@@ -49,7 +50,7 @@ _ADVICE = {
     "_info": "Remove it: `savable preview` shows samples.",
     "ShardListDataset": "Write sp.read([shard['url'] for shard in dataset.shards]).map(function).",
 }
-_OWN = (
+_FALLBACK = (  # advice for the user's own stages
     "If it handles one sample at a time, pass per_sample=[it]. "
     "If it stands for a stage of webdataset, pass replace={it: stage}."
 )
@@ -88,11 +89,11 @@ class _Chain:
     reading: dict[str, Any] = field(default_factory=lambda: {"shuffle": False, "epochs": 1})  # options of `sp.read`
     suffixes: set[str] | None = None
     select_files: Callable[[str], bool] | None = None
-    opened: bool = False  # whether the stage that opens shards was added
+    opened: bool = False  # whether shards are opened by the stages so far, so that samples follow
     buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of samples
     stages: list[Any] = field(default_factory=list)  # stages that handle one sample at a time
-    checked: bool = False  # whether one of these stages is in `per_sample`, so that results are checked
-    makes_several: bool = False  # whether one of these stages may make several items of a sample
+    checked: bool = False  # whether one of these `stages` is in `per_sample`, so that results are checked
+    makes_several: bool = False  # whether one of these `stages` may make several items of a sample
     item_buffers: list[int] = field(default_factory=list)  # sizes of shuffle buffers of items
     batch: tuple[int, Any, bool] | None = None  # size, collation, and whether the last batch may be smaller
     batch_stages: list[Any] = field(default_factory=list)  # stages after batching
@@ -113,7 +114,7 @@ class _Chain:
                 self.add_dataset(stage.dataset)
                 if stage.batch_size is not None:
                     self._add_batched(stage.batch_size, stage.collate_fn, not stage.drop_last)
-                else:  # `default_convert` makes tensors of arrays
+                else:  # without batching, `collate_fn` is called for each sample: `default_convert` by default
                     self._add_per_sample(partial(_map_each, stage.collate_fn), makes_several=False)
             elif hasattr(stage, "pipeline") or type(stage).__name__ in ("RandomMix", "RoundRobin"):
                 self.add_dataset(stage)
@@ -159,15 +160,15 @@ class _Chain:
 
     def add(self, stage: Any) -> None:
         """Add one stage. Raises ValueError if it cannot be exact."""
-        original, kind = stage, getattr(stage, "f", stage)
-        for part in (stage, kind, type(stage)):
-            if isinstance(part, Hashable) and part in self.replace:
-                stage = self.replace[part]
+        original, function = stage, getattr(stage, "f", stage)
+        for known in (stage, function, type(stage)):
+            if isinstance(known, Hashable) and known in self.replace:
+                stage = self.replace[known]
         name = _name(stage)
         if name in _SHARD_LISTS and not self.opened:
             if getattr(original, "weights", None) is not None:
                 raise ValueError(
-                    f"{_named(original)} has weights of shards. Write sp.blend of one sp.read for each weight."
+                    f"{_shown(original)} has weights of shards. Write sp.blend of one sp.read for each weight."
                 )
             self.urls = original.urls
             resampled = _SHARD_LISTS[name]
@@ -182,13 +183,13 @@ class _Chain:
         elif name == "_batched":
             settings = _settings(stage)
             self._add_batched(settings["batchsize"], settings["collation_fn"], settings["partial"])
-        elif name in _PER_SAMPLE | _FAN_OUTS and _is_library(stage):
+        elif name in _PER_SAMPLE | _FAN_OUTS and _is_of_webdataset(stage):
             self._add_per_sample(stage, makes_several=name in _FAN_OUTS)
-        elif any(stage is each or kind is each for each in self.per_sample):
+        elif any(stage is each or function is each for each in self.per_sample):
             self.checked = True
             self._add_per_sample(stage, makes_several=True)
         else:
-            raise ValueError(f"sp.read cannot resume the stage {_named(stage)} exactly. {_ADVICE.get(name, _OWN)}")
+            raise ValueError(f"sp.read cannot resume the stage {_shown(stage)} exactly. {_ADVICE.get(name, _FALLBACK)}")
 
     def _add_shuffle(self, size: int) -> None:
         """Add a shuffle buffer, or shuffle shards if they are not opened yet."""
@@ -224,12 +225,12 @@ class _Chain:
     def _add_per_sample(self, stage: Any, *, makes_several: bool) -> None:
         """Add a stage that handles one sample at a time, or one batch if it is after batching."""
         if self.batch is not None and _name(stage) in _FAN_OUTS:
-            # the stage divides batches into samples, so batches of one sample have the same result
+            # the stage divides batches into samples, so that batches of one sample each have the same result
             _, collation, _ = self.batch
-            own = [each for each in self.batch_stages if not isinstance(each, partial)]
-            if own or (collation is not None and getattr(collation, "__name__", "") != "default_collation_fn"):
+            user_stages = [each for each in self.batch_stages if not isinstance(each, partial)]
+            if user_stages or (collation is not None and getattr(collation, "__name__", "") != "default_collation_fn"):
                 raise ValueError(
-                    f"{_named(stage)}() after batches with your own collation or stage is not supported. Remove both."
+                    f"{_shown(stage)}() after batches with your own collation or stage is not supported. Remove both."
                 )
             for each in (partial(_batches_of_one, collation), *self.batch_stages, stage):
                 self._add_stage(each)
@@ -258,7 +259,7 @@ class _Chain:
         return items.batch(size, drop_last=not partial_batches, encoder=WebDatasetEncoder(self))
 
     def items(self, read: ReadShards, options: Mapping[str, Any], *, encode: bool) -> SamplePipeline | ItemPipeline:
-        """Return the pipeline without batching. If `encode`, it has an encoder."""
+        """Return the pipeline without batching, with the encoder of `stages` if `encode`."""
         items: Any
         if self.branches:
             steps = {str(n): each.items(read, options, encode=True).step for n, each in enumerate(self.branches)}
@@ -284,23 +285,24 @@ class WebDatasetEncoder(TaskEncoder):
     """
 
     def __init__(self, chain: _Chain) -> None:
-        self._skipped: list[BaseException] = []
+        self._skipped: list[BaseException] = []  # errors of the current sample that handlers skipped
         self._stages = [_with_handler(stage, self._skipped) for stage in chain.stages]
         self._batch_stages = [_with_handler(stage, self._skipped) for stage in chain.batch_stages]
         urls = [chain.urls] if isinstance(chain.urls, str) else list(chain.urls or ())
         self._urls = {url.rsplit("/", 1)[-1]: url for url in urls}
-        self._named, self._suffix_of = _uses_name(chain.stages), dict[str, str]()
+        self._needs_name, self._suffixes_by_part = _uses_name(chain.stages), dict[str, str]()
         self._suffixes, self._select, self._batch = chain.suffixes, chain.select_files, chain.batch
         self._makes_several = chain.checked or any(_name(stage) in _FAN_OUTS for stage in chain.stages)
         self.one_to_one = all(_is_one_to_one(stage) for stage in chain.stages)
         self._decodes = any(_name(stage) in ("_decode", "_xdecode") or _is_decoder(stage) for stage in chain.stages)
-        self._earlier: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
+        # the samples that were checked, with the keys of their random numbers; None if no more are checked
+        self._checked: list[tuple[dict[str, Any], int]] | None = [] if chain.checked else None
         self.global_rng = True if chain.checked else None  # `_check` seeds global generators
 
     def encode(self, sample: Sample, rng: Rng) -> Any:
         """Return the item of a sample, a `Skip`, or an iterator of items."""
         fields = self._fields(sample)
-        if self._earlier is not None:
+        if self._checked is not None:
             self._check(fields, rng)
         self._skipped.clear()
         results = _run(self._stages, [fields])
@@ -327,17 +329,18 @@ class WebDatasetEncoder(TaskEncoder):
 
     def settings(self) -> dict[str, Any]:
         """Return the names of the stages, and their plain arguments."""
-        stages = [_described(stage) for stage in self._stages]
-        batch = [_described(stage) for stage in (*(self._batch or ())[1:2], *self._batch_stages)]
+        stages = [_describe(stage) for stage in self._stages]
+        collations = [] if self._batch is None else [self._batch[1]]
+        batch = [_describe(stage) for stage in (*collations, *self._batch_stages)]
         return {"stages": stages, "batch": batch, "suffixes": sorted(self._suffixes) if self._suffixes else None}
 
     def _fields(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as webdataset's dict, with the parts that the pipeline reads."""
         fields: dict[str, Any] = {}
-        if self._named:
+        if self._needs_name:
             shard = sample.shard
             fields = {"__key__": sample.key, "__url__": self._urls.get(shard.rsplit("/", 1)[-1], shard)}
-        suffixes = self._suffix_of
+        suffixes = self._suffixes_by_part
         for name in sample:
             if (suffix := suffixes.get(name)) is None:
                 suffix = suffixes[name] = self._checked_suffix(name)
@@ -361,11 +364,11 @@ class WebDatasetEncoder(TaskEncoder):
         return suffix
 
     def _check(self, fields: dict[str, Any], rng: Rng) -> None:
-        """Raise ValueError if the results of stages for several samples differ from those for each sample alone."""
-        assert self._earlier is not None
+        """Raise ValueError if the stages' results for several samples together differ from those for each one alone."""
+        assert self._checked is not None
         seed = seeder(True)
         assert seed is not None
-        self._earlier.append((fields, rng.key))
+        self._checked.append((fields, rng.key))
 
         def seeded(several: Iterable[tuple[dict[str, Any], int]]) -> Iterator[dict[str, Any]]:
             """Yield copies of samples, each after seeding the generators with its key."""
@@ -373,16 +376,16 @@ class WebDatasetEncoder(TaskEncoder):
                 seed(key)
                 yield copy(each)
 
-        alone = [item for each in self._earlier for item in _run(self._stages, seeded([each]))]
-        together = list(_run(self._stages, seeded(self._earlier)))
+        alone = [item for each in self._checked for item in _run(self._stages, seeded([each]))]
+        together = list(_run(self._stages, seeded(self._checked)))
         difference = difference_of_leaves(copied_leaves(alone, "items"), copied_leaves(together, "items"), has_a_value)
         if difference is not None:
             raise ValueError(
                 f"a stage in per_sample= depends on other samples: {difference}. Remove it from per_sample=."
             )
         seed(rng.key)
-        if len(self._earlier) == _CHECKED_SAMPLES:
-            self._earlier = None
+        if len(self._checked) == _CHECKED_SAMPLES:
+            self._checked = None
 
 
 def _run(stages: Iterable[Any], samples: Iterable[Any]) -> Iterable[Any]:
@@ -406,17 +409,17 @@ def _map_each(function: Callable[[Any], Any], samples: Iterable[Any]) -> Iterato
 
 
 def _name(stage: Any) -> str:
-    """Return the name of the function of a stage, or of its class."""
+    """Return the name of the function that a stage calls, or of its class."""
     kind = getattr(stage, "f", stage)
     return str(getattr(kind, "__name__", type(kind).__name__))
 
 
-def _named(stage: Any) -> str:
+def _shown(stage: Any) -> str:
     """Return the name of a stage as the user wrote it, such as `info` for webdataset's `_info`."""
     return _name(stage).lstrip("_")
 
 
-def _is_library(stage: Any) -> bool:
+def _is_of_webdataset(stage: Any) -> bool:
     """Return whether a stage is webdataset's, not the user's."""
     return str(getattr(getattr(stage, "f", None), "__module__", "")).split(".")[0] == "webdataset"
 
@@ -441,13 +444,13 @@ def _handler(settings: Mapping[str, Any]) -> Any:
     """
     handler = settings.get("handler")
     name = getattr(handler, "__name__", "")
-    if name in _STOPS:
+    if name in _STOPPING_HANDLERS:
         raise ValueError(f"handler={name} would end the run at an error. Use warn_and_continue or reraise_exception.")
     return None if handler is None or name == "reraise_exception" else handler
 
 
 def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
-    """Return the stage with a handler that also adds the error to `skipped`."""
+    """Return a stage whose handler, if it has one, also adds skipped errors to `skipped`."""
     if (handler := _handler(_settings(stage))) is None:
         return stage
     bound = inspect.signature(stage.f).bind(None, *stage.args, **stage.kw)
@@ -458,7 +461,7 @@ def _with_handler(stage: Any, skipped: list[BaseException]) -> Any:
 
 
 def _handle(handler: Callable[[BaseException], bool], skipped: list[BaseException], error: BaseException) -> bool:
-    """Handle an error, and add it to `skipped` if it is skipped."""
+    """Add an error to `skipped` if `handler` skips it, and raise it otherwise."""
     if not handler(error):
         raise error
     skipped.append(error)
@@ -468,18 +471,18 @@ def _handle(handler: Callable[[BaseException], bool], skipped: list[BaseExceptio
 def _is_one_to_one(stage: Any) -> bool:
     """Return whether a stage makes exactly one item of each sample, or raises.
 
-    A `partial` is a stage that `_add_per_sample` got for the collation of single samples.
+    A `partial` is a stage that `_Chain` added for the collation of single samples.
     """
     is_known = _name(stage) in _ONE_TO_ONE or _is_decoder(stage)
     return isinstance(stage, partial) or (is_known and _handler(_settings(stage)) is None)
 
 
 def _uses_name(stages: Sequence[Any]) -> bool:
-    """Return whether stages may use the key or the shard of a sample. Reading a key takes as long as a small part."""
+    """Return whether stages may use a sample's key or shard. A key takes as long to read as a small part."""
     for stage in stages:
         name = _name(stage)
         if name == "_to_tuple" or (name == "_rename" and not stage.kw.get("keep", True)):
-            return "__" in _described(stage)
+            return "__" in _describe(stage)
         if name not in ("_decode", "_map_dict") and not _is_decoder(stage):
             return True
     return True
@@ -490,20 +493,18 @@ def _is_decoder(stage: Any) -> bool:
     return any(type(value).__name__ == "Decoder" for value in getattr(stage, "args", ()))
 
 
-def _described(value: Any, depth: int = 5) -> str:
+def _describe(value: Any, depth: int = 5) -> str:
     """Describe a stage or an argument for settings: names of functions, plain values, and fields of objects."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
         is_listed = depth and len(value) <= _LONGEST_LIST
-        parts = [_described(each, depth - 1) for each in value] if is_listed else [str(len(value))]
+        parts = [_describe(each, depth - 1) for each in value] if is_listed else [str(len(value))]
         return f"[{', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)}]"
     if hasattr(value, "f") and hasattr(value, "kw"):
-        named = [
-            f"{name}={_described(each, depth - 1)}" for name, each in sorted(value.kw.items()) if name != "handler"
-        ]
-        return f"{_named(value)}({', '.join([_described(each, depth - 1) for each in value.args] + named)})"
+        named = [f"{name}={_describe(each, depth - 1)}" for name, each in sorted(value.kw.items()) if name != "handler"]
+        return f"{_shown(value)}({', '.join([_describe(each, depth - 1) for each in value.args] + named)})"
     if isinstance(value, partial) or hasattr(value, "__qualname__"):
         return mapped_name(value)
     fields = sorted(vars(value).items()) if depth and hasattr(value, "__dict__") else []
-    return f"{type(value).__name__}({', '.join(f'{name}={_described(each, depth - 1)}' for name, each in fields)})"
+    return f"{type(value).__name__}({', '.join(f'{name}={_describe(each, depth - 1)}' for name, each in fields)})"

@@ -26,11 +26,11 @@ or, with weights that change during the run:
       web: {path: shards/web}
       books: {path: shards/books}
 
-`weight` is a source's share among its neighbours. Such a source repeats forever. `repetitions` is a number of epochs,
-which may be a fraction. Shares then follow from the sizes, so that sources end at about the same time. Neighbouring
-sources all have a `weight`, or all have `repetitions`, or none has either. In the last case they repeat forever, and
-their weights are their sizes or those of a `schedule` next to `sources`. A weight or repetitions of 0 turn
-a source off.
+`weight` is a source's proportion among its neighbours, which are the sources in the same `sources`. A source with a
+weight repeats forever. `repetitions` is a number of epochs, which may be a fraction. The proportions then follow from
+the sizes, so that sources end at about the same time. Neighbours all have a `weight`, or all have `repetitions`, or
+none has either. In the last case they repeat forever, and their weights are their sizes, or those of a `schedule` next
+to `sources`. A weight or repetitions of 0 turn a source off.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _HUGE_POWER = re.compile(r"[eE][-+]?[0-9_]{4,}")  # a number whose power of ten 
 _MOST_VALUES = 100_000  # most values in a YAML file, where each use of an alias counts
 _MOST_BYTES = 1 << 22  # most bytes of a YAML file
 _CLASSES = ("Metadataset", "MetadatasetV2")  # class names in Megatron-Energon
-# the key of each kind of blend, and the key of the shares in it
+# key of each kind of blend in a metadataset, and key of each dataset's proportion in it
 _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
-_NESTED = (".yaml", ".yml", ".json")  # suffixes of nested metadatasets
-_DEEPEST = 20  # most levels of nested metadatasets
-# Keys of a dataset that could change its samples, with the only value that is accepted because it changes nothing.
-_PLAIN = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
-_SHUFFLED = "shuffle_over_epochs_multiplier"
+_NESTED_SUFFIXES = (".yaml", ".yml", ".json")  # of files that are nested metadatasets
+_MAX_NESTING = 20  # most levels of nested metadatasets
+# Keys of a dataset that could change its samples, and the only value that is accepted, because it changes nothing.
+_ONLY_VALUES = {"dataset_config": "dataset.yaml", "split_config": "split.yaml"}
+_SHUFFLE_MULTIPLIER = "shuffle_over_epochs_multiplier"
 _REJECTED = {
     "join": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
     "joiner": "datasets are not joined here: by custom.Join, or as there by savable_pipeline.energon.get_train_dataset",
@@ -67,25 +67,25 @@ _REJECTED = {
     "subset": "a range of consecutive samples there; `subset` of a mixture's own file chooses from every shard, so it "
     "would be other samples: leave it out, or write a mixture",
 }
-_KEYS = {"path", "split_part", "subflavor", "subflavors", _SHUFFLED, *_PLAIN}
+_DATASET_KEYS = {"path", "split_part", "subflavor", "subflavors", _SHUFFLE_MULTIPLIER, *_ONLY_VALUES}
 
 
 def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> Mixture:
     """Read a mixture from a YAML file. Paths in it are relative to the file's folder.
 
     A source has a `path`, which is anything that `TarShardReader` takes, a `weight` or `repetitions` (epochs), and
-    optionally a `split` and a `subset`. Or it is a mixture with its own `sources`. Neighbouring sources all have a
-    `weight` (a share; they repeat forever), or all have `repetitions` (they end at about the same time), or have
-    neither. In the last case, their weights are their sizes, or those of the `schedule` beside `sources`. It has
-    `points`, each with a count `at` and `weights`, and a `shape`, as in `Schedule`. `tags` may be anything;
-    `Mixture.tags` returns them.
+    optionally a `split` and a `subset`. Or it is a mixture with its own `sources`. The sources of a mixture all have a
+    `weight` (a proportion; they repeat forever), or all have `repetitions` (they end at about the same time), or all
+    have neither. In the last case, their weights are their sizes, or those of the `schedule` next to `sources`. A
+    schedule has `points`, each with a count `at` and `weights`, and a `shape`, as in `Schedule`. `tags` may be any
+    values; `Mixture.tags` returns them.
 
     A metadataset of Megatron-Energon, version 1 or 2, is a mixture too. A source is named by its folder, and its
     subflavors are its tags; `blend_epochized` sets repetitions.
 
     Args:
         path: The YAML file.
-        split: The split of a metadataset to read; it needs one.
+        split: The split to read. Required for a metadataset, and not allowed otherwise. Default: None.
 
     Returns:
         The mixture, whose `samples(lane)` is the first stage of a pipeline.
@@ -114,7 +114,7 @@ def read_mixture(path: str | os.PathLike[str], *, split: str | None = None) -> M
 
 
 def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
-    """Return the mixture of a mapping with `sources`. `top` is False for a nested one, which may have a `weight`."""
+    """Return the mixture of a mapping with `sources`. `top` is False for an inner one, which may have a `weight`."""
     for name in entry.value:
         if name not in ("sources", "schedule") and (top or name != "weight"):
             raise entry.error(f"unknown key {name!r}. Use `sources` or `schedule`.", entry.line_of(str(name)))
@@ -132,7 +132,7 @@ def _mixture(entry: YamlEntry, *, top: bool = False) -> Mixture:
 
 
 def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> Schedule:
-    """Return the schedule of neighbouring sources, which must not have weights of their own."""
+    """Return the schedule of neighbouring sources. Raises ValueError if one has a weight or repetitions of its own."""
     for name in entry.value:
         if name not in ("points", "shape"):
             raise entry.error_at(str(name), f"unknown key {name!r}. Use `points` or `shape` (step or linear).")
@@ -163,7 +163,10 @@ def _schedule(entry: YamlEntry, sources: dict[str, MixtureSource | Mixture]) -> 
 
 
 def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str, YamlEntry]) -> None:
-    """Raise ValueError unless all sources have a weight, all have repetitions, or none has either; or if all are 0."""
+    """Raise ValueError unless all sources have a weight, all have repetitions, or none has either.
+
+    Raises ValueError, too, if all of them are 0.
+    """
     repeated = {
         name for name, each in sources.items() if isinstance(each, MixtureSource) and each.repetitions is not None
     }
@@ -179,7 +182,7 @@ def _check_shares(sources: dict[str, MixtureSource | Mixture], entries: dict[str
 
 
 def _is_on(source: MixtureSource | Mixture) -> bool:
-    """Return whether a source has a weight, or repetitions, above 0."""
+    """Return whether the weight or repetitions of a source are above 0 or not set."""
     if isinstance(source, MixtureSource) and source.repetitions is not None:
         return source.repetitions > 0
     return source.weight is None or exact_weight("", source.weight) > 0
@@ -212,7 +215,7 @@ def _check_weight(name: str, weight: Any, entry: YamlEntry, *, key: str = "weigh
 
 
 class _MetadatasetReader:
-    """Reader of a metadataset of Megatron-Energon, version 1 or 2. `files` are the nested files, its own file last.
+    """Reader of a metadataset of Megatron-Energon, version 1 or 2. `files` are the outer files, and its own one last.
 
         __module__: megatron.energon
         __class__: MetadatasetV2           # version 1: Metadataset, with `datasets` instead of `blend`
@@ -225,8 +228,8 @@ class _MetadatasetReader:
 
     The split of a dataset is its `split_part`, or else the requested split. `shuffle_over_epochs_multiplier` is
     ignored: each sample comes once per epoch, which is one of the orders that a larger multiplier allows. Settings that
-    a mixture cannot follow, such as `join` or a consecutive `subset`, raise ValueError, because different data would be
-    worse.
+    a mixture cannot follow, such as `join` or a consecutive `subset`, raise ValueError, so that no other data is read
+    unnoticed.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -242,28 +245,28 @@ class _MetadatasetReader:
         if split not in splits.value:
             raise splits.error(f"no split is called {split!r}. Use one of {known}.")
         chosen = splits.inner(split)
-        kinds = [kind for kind in _BLENDS if kind in chosen.value]  # keys of blends in this file
-        if not kinds:
+        kind = next((kind for kind in _BLENDS if kind in chosen.value), None)
+        if kind is None:  # the split is a single dataset
             return self._dataset(chosen, split, tags, "weight")
-        _check_keys(chosen, {kinds[0]})
-        return self._blend(chosen, kinds[0], split, tags)
+        _check_keys(chosen, {kind})
+        return self._blend(chosen, kind, split, tags)
 
     def _blend(self, entry: YamlEntry, kind: str, split: str, tags: dict[str, Any]) -> Mixture:
         """Return the mixture of the datasets under the key `kind`, with their weights or repetitions."""
-        share = _BLENDS[kind]
+        share_key = _BLENDS[kind]
         sources: dict[str, MixtureSource | Mixture] = {}
         for each in entry.items(kind):
-            number = _number(each, share)
-            dataset = self._dataset(each, split, tags, share)
-            for name, source in _sources_of(dataset, share, number, each):
+            share = _share_of(each, share_key)
+            dataset = self._dataset(each, split, tags, share_key)
+            for name, source in _sources_of(dataset, share_key, share, each):
                 sources[_free_name(name, sources)] = source
-        if not any(getattr(source, share, None) for source in sources.values()):
-            raise entry.error_at(kind, f"each `{share}` is 0. Set one above 0.")
+        if not any(getattr(source, share_key, None) for source in sources.values()):
+            raise entry.error_at(kind, f"each `{share_key}` is 0. Set one above 0.")
         return Mixture(sources)
 
-    def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share: str) -> MixtureSource | Mixture:
+    def _dataset(self, entry: YamlEntry, split: str, tags: dict[str, Any], share_key: str) -> MixtureSource | Mixture:
         """Return the dataset, or the split of another metadataset, that an entry names."""
-        _check_keys(entry, {*_KEYS, share})
+        _check_keys(entry, {*_DATASET_KEYS, share_key})
         path = entry.value.get("path")
         if not isinstance(path, str):
             raise entry.error("add a `path` to the dataset.")
@@ -272,7 +275,7 @@ class _MetadatasetReader:
             raise entry.error_at("split_part", f"`split_part` must be a name, not {split!r}.")
         tags = {**_tags_of(entry), **tags}
         resolved = entry.resolved(path)
-        if path.endswith(_NESTED) or ("://" not in path and Path(resolved).is_file()):
+        if path.endswith(_NESTED_SUFFIXES) or ("://" not in path and Path(resolved).is_file()):
             return self._nested(entry, resolved, split, tags)
         if path.startswith("msc://"):
             raise entry.error_at("path", f"{path}: use the URL of the bucket (s3, gs, az, https).")
@@ -283,13 +286,13 @@ class _MetadatasetReader:
         file = Path(path)
         if "://" in path:
             raise entry.error_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
-        if file.suffix not in _NESTED:
+        if file.suffix not in _NESTED_SUFFIXES:
             raise entry.error_at(
                 "path", f"{path} is a file. Name a folder of shards or a metadataset, or convert it first."
             )
-        if file in self._files or len(self._files) > _DEEPEST:
+        if file in self._files or len(self._files) > _MAX_NESTING:
             raise entry.error_at(
-                "path", f"{path}: this metadataset includes itself, or is more than {_DEEPEST} deep. Flatten it."
+                "path", f"{path}: this metadataset includes itself, or is more than {_MAX_NESTING} deep. Flatten it."
             )
         try:
             inner = read_yaml(file)
@@ -317,21 +320,21 @@ def _check_keys(entry: YamlEntry, known: set[str]) -> None:
             raise entry.error_at(key, f"`{key}`: {_REJECTED[key]}")
         if key not in known and key not in _REJECTED:
             raise entry.error_at(str(key), f"`{key}` is not known here")
-        if key in _PLAIN and value not in (_PLAIN[key], None):
-            raise entry.error_at(key, f"`{key}: {value}` is not supported. Use {_PLAIN[key]!r}.")
-        if key == _SHUFFLED and (type(value) is not int or value < 1) and value != -1:
+        if key in _ONLY_VALUES and value not in (_ONLY_VALUES[key], None):
+            raise entry.error_at(key, f"`{key}: {value}` is not supported. Use {_ONLY_VALUES[key]!r}.")
+        if key == _SHUFFLE_MULTIPLIER and (type(value) is not int or value < 1) and value != -1:
             raise entry.error_at(key, f"`{key}: {value}` is not supported. Use `shuffle=`, which is for all sources.")
 
 
-def _number(entry: YamlEntry, share: str) -> int | float:
-    """Return the weight or the repetitions of an entry, by default 1."""
-    value = entry.value.get(share, 1)
+def _share_of(entry: YamlEntry, share_key: str) -> int | float:
+    """Return the weight or the repetitions of an entry, as `share_key` says. Default: 1."""
+    value = entry.value.get(share_key, 1)
     try:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"`{share}` must be a number, not {value!r}")
+            raise ValueError(f"`{share_key}` must be a number, not {value!r}")
         exact_weight(str(entry.value.get("path")), value)
     except ValueError as error:
-        raise entry.error_at(share, str(error)) from error
+        raise entry.error_at(share_key, str(error)) from error
     return value
 
 
@@ -346,30 +349,30 @@ def _tags_of(entry: YamlEntry) -> dict[str, Any]:
 
 
 def _sources_of(
-    content: MixtureSource | Mixture, share: str, number: int | float, entry: YamlEntry
+    content: MixtureSource | Mixture, share_key: str, share: int | float, entry: YamlEntry
 ) -> list[tuple[str, MixtureSource | Mixture]]:
-    """Return the sources that an entry adds to the surrounding blend, by name.
+    """Return (name, source) for each source that an entry adds to the surrounding blend.
 
-    `number` is the weight or the repetitions of the entry, as `share` says. The shares within a nested metadataset stay
-    the same.
+    `share` is the weight or the repetitions of the entry, as `share_key` says. The proportions within a nested
+    metadataset stay the same.
     """
     if isinstance(content, MixtureSource):
-        return [(_name_of(content), _with_share(content, share, number))]
-    repeated = any(getattr(source, "repetitions", None) is not None for source in content.sources.values())
-    if repeated is not (share == "repetitions"):
+        return [(_name_of(content), _with_share(content, share_key, share))]
+    has_repetitions = any(getattr(source, "repetitions", None) is not None for source in content.sources.values())
+    if has_repetitions is not (share_key == "repetitions"):
         raise entry.error_at("path", "use weights in both of the nested blends, or repetitions in both.")
     name = _base_name(str(entry.value["path"]))
-    if share == "weight":
-        return [(name, Mixture(content.sources, number))]
+    if share_key == "weight":
+        return [(name, Mixture(content.sources, share))]
     inner = {name: source for name, source in content.sources.items() if isinstance(source, MixtureSource)}
     return [
-        (f"{name}.{inner_name}", _with_share(source, share, _product(number, source.repetitions or 0)))
+        (f"{name}.{inner_name}", _with_share(source, share_key, _product(share, source.repetitions or 0)))
         for inner_name, source in inner.items()
     ]
 
 
-def _with_share(source: MixtureSource, share: str, number: int | float) -> MixtureSource:
-    weight, repetitions = (number, None) if share == "weight" else (None, number)
+def _with_share(source: MixtureSource, share_key: str, share: int | float) -> MixtureSource:
+    weight, repetitions = (share, None) if share_key == "weight" else (None, share)
     return MixtureSource(source.path, weight, repetitions, source.split, tags=source.tags)
 
 
@@ -387,10 +390,10 @@ def _name_of(source: MixtureSource) -> str:
 def _base_name(path: str) -> str:
     """Return the last part of a path, without `.yaml`.
 
-    It is part of the keys of the order, so renaming the folder does not change the order.
+    The order depends on the names of sources, so moving a folder to another parent does not change it.
     """
     name = path.rstrip("/").rsplit("/", 1)[-1].replace("#", "_")
-    return name.rsplit(".", 1)[0] if name.endswith(_NESTED) else name or "data"
+    return name.rsplit(".", 1)[0] if name.endswith(_NESTED_SUFFIXES) else name or "data"
 
 
 def _free_name(name: str, taken: dict[str, Any]) -> str:
@@ -402,7 +405,7 @@ def _free_name(name: str, taken: dict[str, Any]) -> str:
 
 
 class YamlEntry:
-    """Mapping in an untrusted YAML file, with the line of each key for errors."""
+    """Mapping `value` in an untrusted YAML file, with the line of each key for errors."""
 
     def __init__(self, file: Path, node: Any, value: Any, line: int) -> None:
         self.file = file
@@ -410,12 +413,12 @@ class YamlEntry:
         if not isinstance(value, dict):
             raise self.error(f"expected a mapping, not {reprlib.repr(value)}.")
         self.value: dict[Any, Any] = value
-        self._nodes: dict[Any, tuple[int, Any]] = {}
+        self._nodes: dict[Any, tuple[int, Any]] = {}  # line of each key, and the YAML node of its value
         for key, inner in node.value:
-            name, at = key.value, key.start_mark.line + 1
+            name, line = key.value, key.start_mark.line + 1
             if name in self._nodes:
-                raise self.error(f"{name!r} is a repeated key, first in line {self._nodes[name][0]}. Remove one.", at)
-            self._nodes[name] = at, inner
+                raise self.error(f"{name!r} is a repeated key, first in line {self.line_of(name)}. Remove one.", line)
+            self._nodes[name] = line, inner
 
     def line_of(self, name: str) -> int:
         """Return the line of a key, or the line of the mapping if there is no such key."""

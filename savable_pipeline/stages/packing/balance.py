@@ -1,6 +1,6 @@
 """`Balance`: packs in an order that balances the costs of all lanes.
 
-`StepRule` chooses the next pack among those that wait.
+`StepRule` chooses which waiting pack is yielded next.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Balance(ChunkedStage, ItemStage):
     Ranks then wait less for each other.
 
     For each slot all lanes draw the same random quantile from the run's seed, 0.0 to 1.0. Each lane yields the held
-    pack whose cost is nearest to this quantile among its held packs and the last 16 · `candidates` yielded ones. A
-    cheaper pack is preferred to a costlier one, and a pack that waited long is yielded a little sooner. This balances
-    any number of ranks without communication. No pack is held for more than 6 · `candidates` slots. At the start 4
-    packs are held, then one more each slot.
+    pack whose cost is nearest to this quantile of the costs of its held packs and of its last 16 · `candidates` yielded
+    ones. A cheaper pack is preferred to a costlier one, and a pack that waited long is yielded a little sooner. This
+    balances any number of ranks without communication. No pack is held for more than 6 · `candidates` slots. At the
+    start 4 packs are held, then one more each slot, up to `candidates`.
 
     Use it as the last stage before the `Batcher`, after any `Blend`. A later stage must not drop a pack, because its
     lane would then be ahead of the others for the rest of the run. A lost pack is replaced by another one in its slot.
@@ -61,7 +61,7 @@ class Balance(ChunkedStage, ItemStage):
             sum over its items. Only the order of costs matters. A state is only loaded with a function of the same
             name, so rename the function if you change it.
         max_buffer_bytes: The most bytes of items in the buffers of a process. Packs beyond that are rebuilt when they
-            are yielded. If the encoder has `length_of`, all packs are only built then.
+            are yielded. If the encoder has `length_of`, no pack is built before it is yielded.
         encoder: Measures items. None: the encoder upstream.
 
     Raises:
@@ -118,27 +118,27 @@ class Balance(ChunkedStage, ItemStage):
             self._buffer.rebuild_parts()
             position = self._rule.choose([pack.cost for pack in self._packs], [pack.arrival for pack in self._packs])
             element = self._buffer[position]
-            skips = self.lane.skips and not self._makes and chunked(self.source).is_certain(element.ref)
-            if not skips:
-                value_of(self.source, element)
+            stays_unbuilt = self.lane.skips and not self._makes and chunked(self.source).is_certain(element.ref)
+            if not stays_unbuilt:
+                value_of(self.source, element)  # sets `element.value`
             self._buffer.remove(position)
             waiting = self._packs.pop(position)
             if type(element.value) is not Skip:
                 self._count_yielded(waiting)
                 return [element]
-            self._skipped(element.value)
+            self._count_lost(element.value)
 
     def _count_yielded(self, waiting: _WaitingPack) -> None:
         """Count a pack as yielded."""
-        slots = self._rule.count - waiting.arrival
+        waited_slots = self._rule.count - waiting.arrival
         self._skips_in_row = 0
         self._rule.count_yielded(waiting.cost)
         self.counts["packs"] += 1
-        self.counts["held_slots"] += slots
+        self.counts["held_slots"] += waited_slots
         self.counts["cost"] += waiting.cost
 
-    def _skipped(self, skip: Skip) -> None:
-        """Count consecutive lost packs, for each of which another pack gets the slot.
+    def _count_lost(self, skip: Skip) -> None:
+        """Count a lost pack, whose slot goes to another pack.
 
         Raises `EncodeError` for very many in a row. The stage upstream counts lost packs by reason.
         """
@@ -161,13 +161,13 @@ class Balance(ChunkedStage, ItemStage):
                 if type(value_of(self.source, element)) is Skip:
                     continue
                 sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
-            self._packs.append(self._waiting(element.ref, self._rule.count, sizes))
-            # stages upstream only check sizes of their own encoder
+            self._packs.append(self._waiting_pack(element.ref, self._rule.count, sizes))
+            # stages upstream check sizes when they rebuild a pack, but only know those of their own encoder
             element.sizes = sizes if self._calls.is_upstream else None
             self._buffer.add([element])
 
-    def _waiting(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _WaitingPack:
-        """Return the entry of a waiting pack for `_packs`."""
+    def _waiting_pack(self, ref: ItemRef, arrival: int, sizes: tuple[Size, ...]) -> _WaitingPack:
+        """Return the entry of `_packs` for a pack that arrived in slot `arrival`."""
         saved = _PackState(ref, arrival, [number for size in sizes for number in size])
         return _WaitingPack(self._costing.of_pack(sizes), arrival, msgspec.msgpack.encode(saved))
 
@@ -214,13 +214,13 @@ class Balance(ChunkedStage, ItemStage):
             )
         sizes = tuple(zip(saved.sizes[::2], saved.sizes[1::2], strict=True))
         ref = as_ref(saved.ref)
-        for rest in known_refs(self, [ref]):
-            known = remaining_sizes(sizes, ref, rest) or sizes
-            self._buffer.add([Element(rest, sizes=known if self._calls.is_upstream else None)])
-            self._packs.append(self._waiting(rest, saved.arrival, known))
+        for remaining_ref in known_refs(self, [ref]):
+            remaining = remaining_sizes(sizes, ref, remaining_ref) or sizes
+            self._buffer.add([Element(remaining_ref, sizes=remaining if self._calls.is_upstream else None)])
+            self._packs.append(self._waiting_pack(remaining_ref, saved.arrival, remaining))
 
     def settings(self) -> dict[str, Any]:
-        """Return `candidates`, the name of the cost, and the encoder.
+        """Return `candidates` and the name of the cost.
 
         The settings of the encoder are included if it is not the one upstream.
         """

@@ -1,12 +1,12 @@
-"""`ItemPacker`: the stage whose packs a user's function chooses from items.
+"""`ItemPacker`: the stage that packs groups of items, chosen by a user's function.
 
     round     a  b  c  d  e      `size` items
     select    [[d, a], [e, b]]   c is skipped
     pending   r3 r0 │ r4 r1      refs of packs that are not yielded yet, and their items as far as memory allows
 
-A state has the refs of the items of chosen packs, so that a resumed run does not call the function again for them. If
-an item was lost in the meantime, the function could choose other items twice or never. A change that the function makes
-in an item is an error, because it would be lost when the item is rebuilt.
+A state has the refs of the items of chosen packs, so that a resumed run does not call the function again for them.
+Called without an item that was lost in the meantime, it could choose other items twice or never. A change that the
+function makes to an item is an error, because it would be lost when the item is rebuilt.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ class _ItemPackerState(msgspec.Struct):
 
 
 class ItemPacker(PackStage):
-    """Yields packs of groups of items that your function chooses.
+    """Yields packs, each of a group of items that your function chooses.
 
-    The function gets `size` items at a time, and a pack is `encoder.pack(items, rng)` of a group.
-
-    After the packs of one round, the next `size` items are taken, or fewer at the end of a finite source.
+    In each round the function gets `size` items, or fewer at the end of a finite source, and divides them into groups.
+    A pack is `encoder.pack(items, rng)` of a group. The next round starts after all packs of a round are yielded.
 
     Args:
         source: A stage of items.
         size: The number of items of a round, which are all in memory when `select` is called.
-        select: `select(items, rng)` returns packs in their order, as lists of the same objects. Items in no pack are
-            counted as skipped, "not selected". It may draw random numbers like the encoder, and sort its list, but not
-            change an item. Most changes are detected, but not a write into an array. A state has its name, and the
-            `settings()` of a callable object.
+        select: `select(items, rng)` returns packs in the order to yield them, as lists of objects of `items`. Items in
+            no pack are counted as skipped, "not selected". It may draw random numbers like the encoder, and sort
+            `items`, but not change an item. Most changes are detected, but not a write into an array. A state has the
+            function's name, and the `settings()` of a callable object.
         encoder: Packs items. None: the encoder upstream.
         max_buffer_bytes: The most bytes of items of pending packs in a process. Other items are rebuilt.
 
@@ -106,9 +105,9 @@ class ItemPacker(PackStage):
             sizes = self._calls.sizes(remaining) if remaining else None
             packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
             self._buffer.drop(self._groups.pop(0))
-            self._count += bool(refs)
+            self._count += bool(refs)  # a pack of lost items only is not counted
             if type(packed) is Skip:
-                if refs:  # lost items are counted already
+                if refs:  # otherwise all items are lost, and counted already
                     self._count_skip(packed.reason, refs[0])
                 self._count_unpacked(len(refs), f"the last pack was skipped as {packed.reason!r}")
             else:
@@ -135,8 +134,8 @@ class ItemPacker(PackStage):
                 return False
             remaining = without_lost(elements)
             items = [each.value for each in remaining]
-            select = partial(_select_positions, self.select)
-            groups = self._calls.selected(select, items, self._rounds, self.info) if items else []
+            select_positions = partial(_select_positions, self.select)
+            groups = self._calls.selected(select_positions, items, self._rounds, self.info) if items else []
             self._rounds += 1
             self._groups = list(map(len, groups))
             chosen = [position for group in groups for position in group]
@@ -148,11 +147,11 @@ class ItemPacker(PackStage):
                 self._count_unpacked(len(items), "`select` chose none of the last")
         return True
 
-    def _count_unpacked(self, items: int, last: str) -> None:
-        """Count items that are in no pack. Raises `EncodeError` for very many in a row."""
+    def _count_unpacked(self, items: int, detail: str) -> None:
+        """Count items that are in no pack. Raises `EncodeError`, with `detail`, for very many in a row."""
         self._unpacked += items
         if self._unpacked >= self.info.max_empty:
-            raise EncodeError(f"ItemPacker: {self._unpacked:,} items in a row made no pack, {last}. Change `select`.")
+            raise EncodeError(f"ItemPacker: {self._unpacked:,} items in a row made no pack, {detail}. Change `select`.")
 
     def save_state(self) -> State:
         """Return the position.
@@ -190,10 +189,10 @@ class ItemPacker(PackStage):
 
 def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[int]]:
     """Call `select`, and return its groups as positions of items. Raises ValueError for an invalid result."""
-    before = list(map(part_versions, items))
-    groups = _groups(select(list(items), rng))
-    for item, parts in zip(items, before, strict=True):
-        if (name := changed_part(item, parts)) is not None:
+    versions_before = list(map(part_versions, items))
+    groups = _as_lists(select(list(items), rng))
+    for item, versions in zip(items, versions_before, strict=True):
+        if (name := changed_part(item, versions)) is not None:
             raise ValueError(
                 f"it changed {name!r} of a {type(item).__name__}, which is lost when the item is rebuilt. Change "
                 "items in encode or pack."
@@ -201,10 +200,10 @@ def _select_positions(select: Select, items: list[Any], rng: Rng) -> list[list[i
     free: dict[int, list[int]] = {}
     for position in reversed(range(len(items))):  # an object that occurs several times has several positions
         free.setdefault(id(items[position]), []).append(position)
-    return [_positions(group, number, free) for number, group in enumerate(groups)]
+    return [_take_positions(group, number, free) for number, group in enumerate(groups)]
 
 
-def _groups(selected: Any) -> list[list[Any]]:
+def _as_lists(selected: Any) -> list[list[Any]]:
     """Return the result of `select` as a list of lists. Raises ValueError if it is not one."""
     if not isinstance(selected, Iterable) or isinstance(selected, dict | str):
         raise ValueError(f"it returned {type(selected).__name__}. Return a list of packs, each a list of items.")
@@ -215,8 +214,8 @@ def _groups(selected: Any) -> list[list[Any]]:
     return [list(group) for group in groups]
 
 
-def _positions(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
-    """Return the positions of a group's items. Remove them from `free`, which has unused positions by id of item."""
+def _take_positions(group: list[Any], number: int, free: dict[int, list[int]]) -> list[int]:
+    """Return the positions of a group's items, and remove them from `free`: unused positions by `id(item)`."""
     positions: list[int] = []
     for item in group:
         if id(item) not in free:

@@ -14,11 +14,11 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.stage_info import StageInfo
 from savable_pipeline.stages.task_encoder import Skip
 
-EMPTY_PACK = Skip("a pack of nothing")
+EMPTY_PACK = Skip("a pack of nothing")  # value of a pack of which all items are lost
 
 
 class PackStage(ChunkedStage, ItemStage):
-    """Base of stages of packs, `encoder.pack(items, rng)`.
+    """Base of stages that yield packs, `encoder.pack(items, rng)`.
 
     A ref is a pack's number, then the refs of its items.
     """
@@ -33,6 +33,7 @@ class PackStage(ChunkedStage, ItemStage):
 
     def is_certain(self, ref: ItemRef) -> bool:
         """Return whether a pack can neither be skipped nor lose an item."""
+        # a cut item is (ref of the item, start, stop)
         items = [part if type(part[0]) is int else part[0] for part in ref[1:]]
         return self._calls.packs_all and all(chunked(self.source).is_certain(item) for item in items)
 
@@ -48,24 +49,28 @@ class PackStage(ChunkedStage, ItemStage):
                 raise CheckpointMismatchError(
                     f"{type(self).__name__}: {element.ref} is no pack. Use another copy of the checkpoint."
                 )
-            rebuilt = self._rebuilt(parts)
-            # the only size of a pack of one item may be that of the pack, which a later stage measured
+            rebuilt = self._rebuild(parts)
+            # A single size may be that of the whole pack, measured by a later stage, so it is not compared.
             sizes = element.sizes if element.sizes and len(element.sizes) == len(parts) > 1 else ()
             for part, ref, size in zip(rebuilt, parts, sizes, strict=False):
+                # the ref of an inner pack or a cut item has tuples here
                 if type(ref[0]) is type(ref[1]) is int and type(part.value) is not Skip:
                     self._calls.check_size(part, *size)
             remaining = without_lost(rebuilt)
             refs, items = [part.ref for part in remaining], [part.value for part in remaining]
             element.value = self._calls.combined(items, number, self.info) if items else EMPTY_PACK
             if type(element.value) is not Skip:
-                whole, element.ref = element.ref, (number, *refs)
-                element.sizes = remaining_sizes(element.sizes, whole, element.ref)
+                remaining_ref = (number, *refs)
+                element.sizes, element.ref = remaining_sizes(element.sizes, element.ref, remaining_ref), remaining_ref
                 self._count_rebuilt(element, remaining)
             elif items:
                 self._count_skip(element.value.reason, refs[0])
 
-    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
-        """Return rebuilt elements. A lost one is a `Skip`, and an inner pack has the ref of its remaining items."""
+    def _rebuild(self, refs: list[ItemRef]) -> list[Element]:
+        """Rebuild the items of a pack. The value of a lost one is a `Skip`.
+
+        An item that is a pack itself gets the ref of its remaining items.
+        """
         items = [Element(ref) for ref in refs]
         chunked(self.source).make(items)
         return items
@@ -74,5 +79,5 @@ class PackStage(ChunkedStage, ItemStage):
         """Count a pack of these items, if it was not counted before."""
 
     def _count_skip(self, reason: str, ref: ItemRef) -> None:
-        """Count an item as dropped, or a pack, for the source of its first item."""
+        """Count an item or a pack as dropped, for the source of its first sample."""
         self.counts.update(skip_counters(reason, next(sample_indices(ref))))

@@ -63,11 +63,11 @@ class OnlinePacker(PackStage):
         source: A stage of items.
         max_length: The most tokens of a pack.
         policy: "best_fit" puts an item into the fullest open pack with room, "first_fit" into the oldest.
-            "first_fit_decreasing" holds items for `open_packs` packs, none for more than 5 times that, and packs the
-            largest first, which wastes least. "sequential" has one pack, and cuts items at its end (Johnson:
-            Near-Optimal Bin Packing Algorithms, 1973). Or a function that gets the lengths of held items for
-            `open_packs` packs, and returns packs as lists of indices, each index once; not with `max_images` and
-            `max_cost`. A state has its name and `settings()`.
+            "first_fit_decreasing" holds items until they fill `open_packs` packs, none for more than 5 times that, and
+            packs the largest first, which wastes the fewest tokens. "sequential" has one open pack, and cuts items at
+            its end (Johnson: Near-Optimal Bin Packing Algorithms, 1973). Or a function: it gets the lengths of held
+            items that fill `open_packs` packs, and returns packs as lists of indices, each index once. It cannot be
+            combined with `max_images` or `max_cost`. A state has the function's name and `settings()`.
         open_packs: The most open packs.
         max_images: The most images in a pack, by `encoder.images(item)`.
         max_cost: The most `cost` in a pack, so that packs take about the same time in training. Items that cost more
@@ -123,11 +123,11 @@ class OnlinePacker(PackStage):
         if self._costing is not None and (max_cost or 0) < (least := max(1, self._costing.of(1, 0))):
             raise ValueError(f"OnlinePacker: max_cost must be at least {least}, the cost of one token, not {max_cost}")
         self._calls = EncoderCalls("OnlinePacker", source.info, encoder, "pack")
-        self.max_length = max_length
         self.policy: Policy | PackingFunction = source.lane.own(policy)
-        self.open_packs, self.max_images = open_packs, max_images
+        self.max_length, self.open_packs, self.max_images = max_length, open_packs, max_images
         self.max_cost, self.cost, self.max_buffer_bytes = max_cost, cost, max_buffer_bytes
-        self.too_long, self._asked = too_long or ("split" if policy == "sequential" else "skip"), too_long is not None
+        self._chose_too_long = too_long is not None
+        self.too_long = too_long or ("split" if policy == "sequential" else "skip")
         self._count = self._skipped_packs_in_row = 0  # `_count` is the number of yielded and skipped packs
         self._counts_late = False  # whether packs were yielded unbuilt, and are counted when they are built
 
@@ -147,8 +147,8 @@ class OnlinePacker(PackStage):
     @cached_property
     def _pieces(self) -> PieceMaker:
         """Return the object that cuts items into pieces for the policy."""
-        bound = self.max_buffer_bytes
-        return PieceMaker(self, self._calls, self._packing, self.too_long, asked=self._asked, max_bytes=bound)
+        chosen, limit = self._chose_too_long, self.max_buffer_bytes
+        return PieceMaker(self, self._calls, self._packing, self.too_long, asked=chosen, max_bytes=limit)
 
     def describe(self) -> StageInfo:
         """Describe packs of the encoder.
@@ -163,8 +163,8 @@ class OnlinePacker(PackStage):
 
         The pack is unbuilt if the encoder declares sizes.
         """
-        while (pack := self._fill()) is not None:
-            skips = self.lane.skips and self.is_certain((0, *map(piece_ref, pack.pieces)))
+        while (pack := self._next_pack()) is not None:
+            skips = self.lane.skips and self.is_certain((0, *map(piece_ref, pack.pieces)))  # for any number of a pack
             if skips or self.info.declared:
                 self._counts_late |= not skips
                 element = self._element(pack.pieces)
@@ -178,15 +178,15 @@ class OnlinePacker(PackStage):
                 return [combined]
         return []
 
-    def _fill(self) -> OpenPack | None:
-        """Add items until a pack is due. Returns the pack, or None at the end."""
+    def _next_pack(self) -> OpenPack | None:
+        """Add items until the policy has a pack to yield. Returns the pack, or None at the end."""
         while (pack := self._packing.due()) is None:
             if not self._pieces.add_next():
                 return self._packing.last()
         return pack
 
     def _combine(self, pack: OpenPack) -> Element | None:
-        """Return the built pack, or None if it lost all items or the encoder skips it."""
+        """Build and close a pack. Returns None if all of its items are lost or the encoder skips it."""
         built = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
         pieces = [piece for piece, item in built if type(item) is not Skip]
         items = [item for _, item in built if type(item) is not Skip]
@@ -202,12 +202,12 @@ class OnlinePacker(PackStage):
         return element
 
     def _element(self, pieces: list[Piece]) -> Element:
-        """Return the unbuilt element of the next pack, which has these pieces."""
+        """Return an unbuilt element for the next pack number and these pieces."""
         sizes = tuple([(piece.length, piece.images) for piece in pieces])
         return Element((self._count, *map(piece_ref, pieces)), sizes=sizes)
 
     def _close(self, pack: OpenPack) -> None:
-        """Remove a yielded pack from the open ones, and count it."""
+        """Remove a pack that is yielded from the open ones, and raise the pack number."""
         self._release(pack)
         self._count += 1
         self._skipped_packs_in_row = 0
@@ -223,14 +223,14 @@ class OnlinePacker(PackStage):
             self.counts["cost"] += self._costing.of_pack(sizes)
 
     def _release(self, pack: OpenPack) -> None:
-        """Remove a pack from the open ones."""
+        """Remove a pack from the open ones, and subtract the bytes of its items."""
         self._packing.packs.remove(pack)
         self._pieces.release(pack.pieces)
 
     def _drop(self, skip: Skip, pieces: list[Piece]) -> None:
         """Count a skipped pack of these pieces, so that the next pack has another number and random numbers.
 
-        A pack without pieces is not counted, because its lost items are counted already.
+        A pack without pieces is not counted, because all of its items were lost and are counted already.
         """
         if pieces:
             self._count += 1
@@ -242,11 +242,11 @@ class OnlinePacker(PackStage):
                 f"one with {skip.reason!r}. Change `pack`."
             )
 
-    def _rebuilt(self, refs: list[ItemRef]) -> list[Element]:
+    def _rebuild(self, refs: list[ItemRef]) -> list[Element]:
         for ref in refs:
             if isinstance(ref[0], tuple) and len(ref) != 3:
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
-        items = super()._rebuilt([ref[0] if isinstance(ref[0], tuple) else ref for ref in refs])
+        items = super()._rebuild([ref[0] if isinstance(ref[0], tuple) else ref for ref in refs])
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]
 
     def _cut(self, item: Element, ref: ItemRef) -> Element:
@@ -257,7 +257,7 @@ class OnlinePacker(PackStage):
 
     def _count_rebuilt(self, pack: Element, items: list[Element]) -> None:
         if self._counts_late:
-            # a different number of sizes is not that of these items
+            # another number of sizes means that they are not those of these items
             known = pack.sizes if len(pack.sizes or ()) == len(items) else None
             self._count_pack(known or [self._pieces.measured(item) for item in items])
 
@@ -269,10 +269,10 @@ class OnlinePacker(PackStage):
         "first_fit_decreasing" holds also have the number of rounds. `count` is the number of yielded packs, and `taken`
         the ref of the item that is not completely in packs yet, or None.
 
-        The following are only saved if they are needed. `lengths` has the limits of open packs if another `max_length`
-        was decided; `taken_part` the start of the rest of `taken` and its whole length; `taken_size` its declared
-        length and images; `ahead` the items after it, with their sizes; `held` the held items; `rounds` how often held
-        items have been put into packs.
+        The following are only saved if they are needed. `lengths` has the limits of open packs if the run decided
+        another `max_length`; `taken_part` the start of the rest of `taken`, and the whole length of `taken`;
+        `taken_size` its declared length and images; `ahead` the items after it, with their sizes; `held` the held
+        items; `rounds` how often held items have been put into packs.
         """
         packing, taken = self._packing, self._pieces.taken
         state = {

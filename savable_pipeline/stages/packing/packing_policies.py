@@ -7,11 +7,12 @@ They use only length, number of images and cost of a piece.
     best_fit               the fullest open pack with room, else a new one; if too many are open, the fullest is yielded
     first_fit_decreasing   pieces that fill `open_packs` packs are held, then put into packs, the largest piece first
 
-(Johnson: Near-Optimal Bin Packing Algorithms, 1973.) The packer asks a policy for the longest possible next piece
-(`reach`), cuts the item to it, adds it, and yields the pack that is `due` before it adds another piece.
+(Johnson: Near-Optimal Bin Packing Algorithms, 1973.) The packer asks a policy for the greatest length of the next piece
+(`reach`), cuts the item to it, adds the piece, and yields the pack that is `due` before it adds another piece.
 
-With `max_cost`, a pack is full as soon as its tokens or its cost are. The fullest pack is then the one with the least
-remaining fraction of tokens or cost. A piece that alone costs more than `max_cost` is alone in its pack.
+With `max_cost`, a pack is full as soon as either its tokens or its cost leave no room for another token. The fullest
+pack is then the one with the least remaining fraction of tokens or cost. A piece that alone costs more than `max_cost`
+is alone in its pack.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ PackingFunction: TypeAlias = Callable[[list[int]], Sequence[Sequence[int]]]
 
 _encoder = msgspec.msgpack.Encoder()
 _MOST_AT_ONCE = 64  # most items to take from the source at a time
-_NO_BOUND = 1 << 60  # more images than any pack has
-_MOST_SLACK = 1 << 120  # more than the slack of any pack
-_MOST_ROUNDS = 4  # a piece that waited for so many rounds is packed first
+_UNLIMITED_IMAGES = 1 << 60  # more images than any pack has
+_UNREACHED_SLACK = 1 << 120  # more than the slack of any pack
+_LATE_ROUNDS = 4  # a piece that waited for so many rounds is late, and packed first
 
 
 class Piece(Element, kw_only=True, eq=False, gc=False):
     """An item in a pack, or a part of an item.
 
     The piece has `length` tokens, from token `start` on, of an item of `total` tokens. `ref` is the ref of the item,
-    and `value` is the part that the piece has of it.
+    and `value` is this part of the item, once it is built.
     """
 
     length: int
@@ -64,21 +65,21 @@ class Piece(Element, kw_only=True, eq=False, gc=False):
 def saved_piece(piece: Piece) -> tuple[Any, ...]:
     """Return a piece as a tuple for a state.
 
-    Trailing fields with their default values are left out.
+    Trailing fields with their default values are omitted.
     """
-    fields = 6 if piece.rounds else 5 if piece.is_cut else 3 if piece.images else 2
-    return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)[:fields]
+    count = 6 if piece.rounds else 5 if piece.is_cut else 3 if piece.images else 2
+    return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)[:count]
 
 
 @dataclass(slots=True, eq=False)
 class OpenPack:
-    """A pack that is being filled, and its remaining room."""
+    """A pack that pieces are added to, and its remaining room."""
 
     room: int  # remaining tokens
     images: int  # remaining images
     cost: int = 0  # remaining cost; below 0 if the only piece costs more than a pack may
     bounds: tuple[int, int] | None = None  # greatest length and cost of a pack; None if the cost is not limited
-    # A number that orders packs by how full they are: the remaining tokens. If the cost is limited, it is the lesser of
+    # A number that orders packs, the fullest first: the remaining tokens. If the cost is limited, it is the lesser of
     # remaining tokens times greatest cost and remaining cost times greatest length. `add` sets it.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
@@ -111,7 +112,7 @@ class Packing:
     It has the open packs, oldest first, and chooses the next pack to yield.
     """
 
-    holds: ClassVar[bool] = False  # whether the policy collects pieces before it puts them into packs
+    holds: ClassVar[bool] = False  # whether the policy collects pieces in `waiting` before it puts them into packs
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Packing:
         max_cost: int = 0,  # 0: no bound
         costing: Costing | None = None,
     ) -> None:
-        self.max_length, self.max_images = max_length, max_images  # 0 images: no bound
+        self.max_length, self.max_images = max_length, max_images  # max_images 0: no bound
         self.open_packs, self.max_cost, self.costing = open_packs, max_cost, costing
         # least cost of a piece; a pack with less remaining cost is full
         self._least_cost = costing.of(1, 0) if costing is not None else 0
@@ -172,10 +173,10 @@ class Packing:
         """Build a pack without pieces, of at most `length` tokens (0: `max_length`)."""
         length = length or self.max_length
         bounds = (length, self.max_cost) if self.max_cost else None
-        return OpenPack(length, self.max_images or _NO_BOUND, self.max_cost, bounds)
+        return OpenPack(length, self.max_images or _UNLIMITED_IMAGES, self.max_cost, bounds)
 
     def put(self, piece: Piece, pack: OpenPack | None) -> None:
-        """Put a piece into a pack, or into a new one."""
+        """Put a piece into a pack, or into a new one if `pack` is None."""
         pack = pack or self.open()
         pack.add(piece)
         if not pack.room or pack.cost < self._least_cost:
@@ -199,20 +200,20 @@ class Sequential(Packing):
     def reach(self) -> int:
         """Return the greatest length whose tokens and cost fit into the open pack."""
         pack = self.packs[-1] if self.packs else self.empty()
-        return self._affordable(pack) if self.costing is not None else pack.room
+        return self._affordable_length(pack) if self.costing is not None else pack.room
 
-    def _affordable(self, pack: OpenPack) -> int:
+    def _affordable_length(self, pack: OpenPack) -> int:
         """Return the greatest length whose tokens and cost fit into a pack, at least 1."""
         assert self.costing is not None
-        of = self.costing.of
-        return max(1, bisect_right(range(1, pack.room + 1), pack.cost, key=lambda length: of(length, 0)))
+        cost_of = self.costing.of
+        return max(1, bisect_right(range(1, pack.room + 1), pack.cost, key=lambda length: cost_of(length, 0)))
 
     def add(self, piece: Piece) -> None:
-        """Append a piece to the open pack, or to a new one if it has too many images."""
+        """Append a piece to the open pack, or to a new one if the piece does not fit."""
         self.put(piece, self.packs[-1] if self.packs and self.packs[-1].fits(piece) else None)
 
     def due(self) -> OpenPack | None:
-        """Return the first pack if it is full, or if the last piece needed a new one."""
+        """Return the first pack if it is full or there is a second one, or None."""
         return self.packs[0] if len(self.packs) > 1 else self.full()
 
 
@@ -221,7 +222,7 @@ class FirstFit(Packing):
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the oldest pack with room, or into a new one."""
-        self.put(piece, _oldest(self.packs, piece))
+        self.put(piece, _oldest_with_room(self.packs, piece))
 
     def due(self) -> OpenPack | None:
         """Return a full pack, or the oldest one if more than `open_packs` are open."""
@@ -236,17 +237,17 @@ class BestFit(Packing):
 
     def add(self, piece: Piece) -> None:
         """Put a piece into the fullest pack with room, or into a new one."""
-        best, least = None, _MOST_SLACK
+        best, least_slack = None, _UNREACHED_SLACK
         length, images, cost = piece.length, piece.images, piece.cost
         for pack in self.packs:
-            if pack.slack < least and length <= pack.room and images <= pack.images and cost <= pack.cost:
-                best, least = pack, pack.slack
+            if pack.slack < least_slack and length <= pack.room and images <= pack.images and cost <= pack.cost:
+                best, least_slack = pack, pack.slack
         self.put(piece, best)
 
     def due(self) -> OpenPack | None:
         """Return a full pack, or None.
 
-        If more than `open_packs` are open and none is full, it is the fullest except the newest.
+        If none is full but more than `open_packs` are open, return the fullest of all but the newest.
         """
         full = self.full()
         if full is None and len(self.packs) > self.open_packs:
@@ -257,7 +258,7 @@ class BestFit(Packing):
 class FirstFitDecreasing(Packing):
     """Policy that puts the largest waiting pieces into packs first.
 
-    It holds pieces for `open_packs` packs, and yields the packs in random order.
+    It holds pieces until they fill `open_packs` packs, and yields the packs in random order.
 
     The size of a piece is its fraction of a pack: of the length, images or cost, whichever is the greatest. The last
     pack of a round is seldom full, so its pieces wait for the next round. A piece that waited for 4 rounds is packed
@@ -272,7 +273,7 @@ class FirstFitDecreasing(Packing):
         self._length = self._images = self._cost = 0  # sums over the waiting pieces
 
     def add(self, piece: Piece) -> None:
-        """Add a waiting piece, or pack all of them if they fill `open_packs` packs."""
+        """Add a waiting piece. Pack all waiting pieces if they fill `open_packs` packs."""
         self.waiting.append(piece)
         self._length += piece.length
         self._images += piece.images
@@ -299,7 +300,7 @@ class FirstFitDecreasing(Packing):
         """Put all waiting pieces into packs. If `unpack_last`, the pieces of the last pack wait again."""
         packs: list[OpenPack] = []
         for piece in self._in_order():
-            pack = _oldest(packs, piece)
+            pack = _oldest_with_room(packs, piece)
             if pack is None:
                 # the piece may be longer if `max_length` was reduced
                 pack = self.empty(max(self.max_length, piece.length))
@@ -316,15 +317,15 @@ class FirstFitDecreasing(Packing):
 
     def _in_order(self) -> list[Piece]:
         """Sort the waiting pieces: first those that waited for many rounds, then the largest first."""
-        size = self._share if self.max_images or self.max_cost else attrgetter("length")
+        size = self._scaled_size if self.max_images or self.max_cost else attrgetter("length")
         ordered = sorted(self.waiting, key=size, reverse=True)
-        late = [piece for piece in ordered if piece.rounds >= _MOST_ROUNDS]
-        return late + [piece for piece in ordered if piece.rounds < _MOST_ROUNDS] if late else ordered
+        late = [piece for piece in ordered if piece.rounds >= _LATE_ROUNDS]
+        return late + [piece for piece in ordered if piece.rounds < _LATE_ROUNDS] if late else ordered
 
-    def _share(self, piece: Piece) -> int:
-        """Return the greatest fraction that a piece takes of a pack, times a constant that makes it an integer."""
+    def _scaled_size(self, piece: Piece) -> int:
+        """Return the size of a piece: its fraction of a pack, times a constant that makes it an integer."""
         length, images, cost = self.max_length, self.max_images or 1, self.max_cost or 1
-        fractions = [piece.length * images * cost]
+        fractions = [piece.length * images * cost]  # each times length * images * cost
         if self.max_images:
             fractions.append(piece.images * length * cost)
         if self.max_cost:
@@ -332,8 +333,8 @@ class FirstFitDecreasing(Packing):
         return max(fractions)
 
 
-def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
-    """Return the first pack with room for a piece, or None."""
+def _oldest_with_room(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
+    """Return the first of the packs, oldest first, with room for a piece, or None."""
     length, images, cost = piece.length, piece.images, piece.cost
     for pack in packs:
         if length <= pack.room and images <= pack.images and cost <= pack.cost:
@@ -344,7 +345,7 @@ def _oldest(packs: list[OpenPack], piece: Piece) -> OpenPack | None:
 class ByFunction(Packing):
     """Policy that calls a user's function, which groups items by their lengths.
 
-    It holds pieces for `open_packs` packs.
+    It holds pieces until they fill `open_packs` packs.
 
         lengths   3 5 2 4 1 …        of waiting items in their order, until they fill `open_packs` packs
         function  [3, 5, 2, 4, 1]  ─▶  [[1, 2], [0, 3], [4]]
@@ -398,9 +399,9 @@ class ByFunction(Packing):
         """Call the user's function and check its result. Raises `EncodeError` if it is invalid."""
         name = f"OnlinePacker(policy={function_name(self._function)})"
         try:
-            groups = self._groups(lengths)
+            groups = self._call_function(lengths)
             check_groups(groups, lengths, self.max_length)
-            if not self._is_checked and self._groups(lengths) != groups:
+            if not self._is_checked and self._call_function(lengths) != groups:
                 raise ValueError("it returned other groups for the same lengths. It must depend on the lengths alone")
         except Exception as error:
             raise EncodeError(
@@ -409,7 +410,7 @@ class ByFunction(Packing):
         self._is_checked = True
         return groups
 
-    def _groups(self, lengths: list[int]) -> list[list[int]]:
+    def _call_function(self, lengths: list[int]) -> list[list[int]]:
         """Call the user's function, and convert its result to lists of int."""
         return [[index(position) for position in group] for group in self._function(list(lengths))]
 
@@ -440,9 +441,9 @@ def check_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int], max_le
 def build_packing(
     policy: Policy | PackingFunction, *, key: int, max_length: int, open_packs: int, **bounds: Any
 ) -> Packing:
-    """Build a policy.
+    """Build a policy without packs.
 
-    `bounds` are further arguments of `Packing`, and `key` seeds the policy's random numbers.
+    `bounds` are the other arguments of `Packing`, and `key` seeds the policy's random numbers.
     """
     if callable(policy):
         return ByFunction(policy, max_length=max_length, open_packs=open_packs)

@@ -24,21 +24,21 @@ from savable_pipeline.stages.stage import ItemStage
 from savable_pipeline.stages.task_encoder import Skip
 
 TooLong = Literal["skip", "truncate", "split"]
-_LEAST = 1  # an item has at least this many tokens, because a pack of empty items would never be full
+_LEAST_TOKENS = 1  # an item has at least this many tokens, because a pack of empty items would never be full
 
 
 class PieceMaker(StageBuffer):
     """Takes items of `stage.source`, and adds their pieces to `packing`.
 
-    The values of pieces may take `max_bytes`. `asked` is whether the user chose `too_long`. If so, items that are
-    skipped as too long are not counted as problems.
+    The values of pieces may take `max_bytes` in a process. `asked` is whether the user chose `too_long`. If so, items
+    that are skipped as too long are not counted as problems.
     """
 
     def __init__(
         self, stage: ItemStage, calls: EncoderCalls, packing: Packing, too_long: TooLong, *, asked: bool, max_bytes: int
     ) -> None:
         self.taken: Piece | None = None  # the item that is not completely in packs yet, with `sizes` if declared
-        self.ahead: list[Element] = []  # items that were taken from the source after this one
+        self.ahead: list[Element] = []  # items that were taken from the source after `taken`
         super().__init__(stage, max_bytes)
         self._calls, self._packing = calls, packing
         self._too_long, self._asked = too_long, asked
@@ -51,12 +51,12 @@ class PieceMaker(StageBuffer):
         return self._share.elements + ahead + (self.taken is not None and self.taken.is_built)
 
     def add_next(self) -> bool:
-        """Add a piece of the next item to the policy, or drop the item.
+        """Add pieces of the next items to the policy, at most until a pack is due.
 
-        Returns False if the source has ended.
+        Items that do not fit may be dropped. Returns False if the source has ended.
         """
         if self.taken is not None:
-            if self._add(self.taken):
+            if self._add_part(self.taken):
                 self.taken = None
             return True
         if not self.ahead:
@@ -71,26 +71,26 @@ class PieceMaker(StageBuffer):
                 if (piece := self._whole_piece(element)) is not None:
                     packing.add(piece)
                     pieces.append(piece)
-                done += 1  # counted last, so that the item is tried again after an error
+                done += 1  # incremented last, so that the item is tried again after an error
                 if self.taken is not None or packing.due() is not None:
                     break
         finally:
             del self.ahead[:done]
-            self._count(pieces)
+            self._count_pieces(pieces)
         return True
 
-    def _count(self, pieces: Sequence[Piece]) -> None:
+    def _count_pieces(self, pieces: Sequence[Piece]) -> None:
         """Count pieces and their tokens by source, and the bytes of their values."""
         self._by_source.reset_rows(pieces)
         self._by_source.count_items(pieces, self._owner.info.tags, has_lengths=True)
         self._share.count(pieces)
 
     def _whole_piece(self, element: Element) -> Piece | None:
-        """Return a whole item as a piece, or None if it is lost, or does not fit and is now in `taken`."""
+        """Return a whole item as a piece. Returns None if it is lost, or if it does not fit and is now in `taken`."""
         declared, value, ref = None, element.value, element.ref
         if value is UNBUILT and element.sizes and type(ref[1]) is int and self._owner.info.declared:
             declared = element.sizes[0]  # not for a pack, because its sizes are those of its items
-            length, images = self._calls.checked_length(declared[0], least=_LEAST), declared[1]
+            length, images = self._calls.checked_length(declared[0], least=_LEAST_TOKENS), declared[1]
         elif type(value := value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
             return None
         else:
@@ -102,19 +102,19 @@ class PieceMaker(StageBuffer):
         self._set_cost(piece)
         return piece
 
-    def _add(self, taken: Piece) -> bool:
-        """Add the part of the taken item that fits to the policy. Returns whether all of the item is used."""
+    def _add_part(self, taken: Piece) -> bool:
+        """Add to the policy the part of the taken item that fits. Returns whether nothing of the item remains."""
         total = self._total_of(taken)
         if total is None:
             return True
         stop = taken.total = total
         if total > self._packing.max_length:
             if self._too_long == "skip" and not taken.start:
-                self._skipped("longer than max_length", total, total, asked=self._asked)
+                self._count_dropped("longer than max_length", total, total, asked=self._asked)
                 return True
             if self._too_long == "truncate":
                 stop = self._packing.max_length
-                if stop <= taken.start:  # more was put into packs before a smaller `max_length` was decided
+                if stop <= taken.start:  # its parts in packs are longer than a `max_length` decided since
                     return True
         length = min(stop - taken.start, self._packing.reach)
         piece = Piece(taken.ref, length=length, start=taken.start, total=total)
@@ -126,10 +126,10 @@ class PieceMaker(StageBuffer):
             counts["truncated"] += 1
             counts["truncated_tokens"] += total - stop
         if piece.images > self._packing.max_images > 0:
-            self._skipped("of more than max_images", piece.length, piece.images)
+            self._count_dropped("of more than max_images", piece.length, piece.images)
         else:
             piece.value = item
-            self._count([piece])
+            self._count_pieces([piece])
             self._packing.add(piece)
         taken.start += piece.length
         return taken.start == stop
@@ -137,24 +137,24 @@ class PieceMaker(StageBuffer):
     def _total_of(self, taken: Piece) -> int | None:
         """Return the declared or measured length of the taken item, or None if it can no longer be rebuilt."""
         if taken.sizes is not None:
-            return self._calls.checked_length(taken.sizes[0][0], least=_LEAST)
+            return self._calls.checked_length(taken.sizes[0][0], least=_LEAST_TOKENS)
         if taken.total and taken.is_built:
             return taken.total
         item = self._item_of(taken)
-        return None if type(item) is Skip else self._calls.length(taken, least=_LEAST)
+        return None if type(item) is Skip else self._calls.length(taken, least=_LEAST_TOKENS)
 
     def _item_of(self, taken: Piece) -> Any:
         """Return the taken item, or a `Skip` if it can no longer be rebuilt, which the stage upstream has counted."""
         if not taken.is_built:
-            whole = self._whole(taken)
+            whole = self._rebuild_whole(taken)
             taken.value, taken.measured = whole.value, whole.measured
         return taken.value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
         """Set images and cost of a piece of the taken item, and return the piece's value.
 
-        The result is UNBUILT if the declared size has these numbers. It does not have the images of a part of an item,
-        for which the item is built.
+        The value is UNBUILT if the declared size is enough. For a part of an item with images, the item is built,
+        because the size does not say which images the part has.
         """
         if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
             item, piece.images = UNBUILT, taken.sizes[0][1]
@@ -180,16 +180,16 @@ class PieceMaker(StageBuffer):
         """
         if piece.value is not UNBUILT:
             return piece.value
-        whole = self._whole(piece).value
+        whole = self._rebuild_whole(piece).value
         return whole if type(whole) is Skip else self._part_of(whole, piece)
 
-    def _whole(self, piece: Piece) -> Element:
-        """Return the rebuilt whole item of a piece, and set the missing values of all other pieces of its sample.
+    def _rebuild_whole(self, piece: Piece) -> Element:
+        """Rebuild the whole item of a piece, and return it. Set missing values of other pieces of its sample, too.
 
-        The parts of a sample that fans out are rebuilt in their order, by one iterator.
+        If the sample fans out, its items are rebuilt in their order, by one iterator.
         """
         missing = [each for each in self._packing.pieces() if not each.is_built and each.ref[:2] == piece.ref[:2]]
-        # in a damaged state, the last entry of a ref may be no number
+        # in a damaged state, the last entry of a ref may not be a number
         by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
         wholes = {each.ref: Element(each.ref) for each in by_part}
         chunked(self._owner.source).make([*wholes.values()])
@@ -211,19 +211,22 @@ class PieceMaker(StageBuffer):
 
     def measured(self, element: Element) -> Size:
         """Return length and images of a built item."""
-        return self._calls.length(element, least=_LEAST), self._calls.images(element.value)
+        return self._calls.length(element, least=_LEAST_TOKENS), self._calls.images(element.value)
 
-    def _skipped(self, why: str, tokens: int, measure: int, *, asked: bool = False) -> None:
-        """Count a dropped item, whose `measure` is too large. Raises `EncodeError` for very many in a row."""
+    def _count_dropped(self, reason: str, tokens: int, measure: int, *, asked: bool = False) -> None:
+        """Count `tokens` of an item as dropped, because `measure`, its length or images, is too large.
+
+        Raises `EncodeError` for very many in a row.
+        """
         assert self.taken is not None
         stage, packing = self._owner, self._packing
-        row = self._by_source.count_dropped(why, self.taken.ref, tokens, asked=asked)
+        in_row = self._by_source.count_dropped(reason, self.taken.ref, tokens, asked=asked)
         stage.counts["skipped_tokens"] += tokens
-        if row >= stage.info.max_empty:
-            limit = f"max_length={packing.max_length}, or pass too_long="
-            limit = limit if "length" in why else f"max_images={packing.max_images}"
+        if in_row >= stage.info.max_empty:
+            length_limit = f"max_length={packing.max_length}, or pass too_long="
+            limit = length_limit if "length" in reason else f"max_images={packing.max_images}"
             raise EncodeError(
-                f"OnlinePacker: {row:,} items in a row were {why}, the last one with {measure}. Raise {limit}."
+                f"OnlinePacker: {in_row:,} items in a row were {reason}, the last one with {measure}. Raise {limit}."
             )
 
     def known(self, saved: Sequence[SavedPiece]) -> list[Piece]:

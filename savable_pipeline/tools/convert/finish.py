@@ -1,9 +1,10 @@
-"""Last steps of a conversion: join small shards, name all, write the index.
+"""Last steps of a conversion: join small shards, name all shards, write the index.
 
     000000/000000.tar  000000/000001.tar  000001/000000.tar       ─▶  000000.tar  000001.tar  000002.tar
 
-With more than 1.15 times the fewest possible shards, the last shards of the ranges, which may be small, are joined in
-their order into `joined-SPLIT/`. Each step may be repeated after a kill: the records of the ranges stay until the end.
+The last shard of a range may be small. If there are more than 1.15 times the fewest possible shards, the last shards of
+all ranges are joined in their order into `joined-SPLIT/`. Each step may be repeated after a kill, because the records
+of the ranges remain until the end.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from savable_pipeline.tools.convert.shard_series import room_in
 from savable_pipeline.tools.convert.source import TABLES
 from savable_pipeline.tools.convert.target import Target
 
-_MOST_SHARDS = 1.15  # as a multiple of the fewest possible; small shards are joined if there are more
-_MUCH_REPEATED = 1.1  # as a multiple of the bytes of the files that records name; more is a warning
+_JOIN_ABOVE = 1.15  # small shards are joined if there are more shards than this multiple of the fewest possible
+_WARN_ABOVE = 1.1  # a warning if copies of files take more bytes than this multiple of the files
 _DIGITS = re.compile(r"[0-9._-]{3,}")  # names of folders that are numbers or dates, so no classes
 
 
@@ -52,7 +53,7 @@ def finish(
 ) -> Report:
     """Join, name and describe the shards of all ranges.
 
-    Raises ValueError for parts and keys that no sample has.
+    Raises ValueError if no sample has a chosen part or a chosen key.
     """
     splits = [name for name, _ in options.split] or [""]
     shards: dict[str, list[WrittenShard]] = {split: [] for split in splits}
@@ -68,36 +69,37 @@ def finish(
                 shards[shard.split].append(shard)
     check_keys(((jobs[0].keys if jobs else None) or frozenset()).difference(statistics.found))
     check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
-    if not any(shards.values()) and (named := next((each for each in rejected if each.reason == A_URL), None)):
-        raise ValueError(f"{named.file}: records name URLs, not files, such as {named.detail}. {NO_FILES}")
+    if not any(shards.values()) and (reject := next((each for each in rejected if each.reason == A_URL), None)):
+        raise ValueError(f"{reject.file}: records name URLs, not files, such as {reject.detail}. {NO_FILES}")
     for split in splits:
         shards[split] = _joined(jobs, split, shards[split], options)
-    names = {name: shard for split in sorted(splits) for name, shard in _named(split, shards[split])}
-    _publish(output, found, options, splits, names, statistics)
+    by_name = {name: shard for split in sorted(splits) for name, shard in _with_names(split, shards[split])}
+    _publish(output, found, options, splits, by_name, statistics)
     replace_file(output.folder / REJECTED, (msgspec.json.encode(reject) + b"\n" for reject in rejected), sync=True)
     if found.classes:
         replace_file(output.folder / CLASSES, [json.dumps(found.classes, ensure_ascii=False).encode()], sync=True)
-    entries = [shard.entry for shard in names.values()]
-    samples, size = (sum(getattr(shard, name) for shard in entries) for name in ("samples", "size"))
+    samples = sum(shard.entry.samples for shard in by_name.values())
+    size = sum(shard.entry.size for shard in by_name.values())
     warnings = _warnings(found, options, samples, statistics)
-    report = Report(samples, len(names), size, rejected, found.hidden, warnings, statistics.nulls)
+    report = Report(samples, len(by_name), size, rejected, found.hidden, warnings, statistics.nulls)
     result = {"report": replace(report, rejected=[]), "names_files": bool(statistics.uses or statistics.named)}
     write_manifest(output.folder, msgspec.structs.replace(manifest, done=True, hashes=hashes, **result))
-    output.publish({*names})
+    output.publish({*by_name})
     return report
 
 
 def jobs_with_repeats(jobs: list[RangeJob]) -> list[RangeJob]:
     """Return the jobs, with new ones for ranges in which keys are repeated.
 
-    A new job has another name, under which it writes the range again, and `repeats`. Memory grows only with the number
-    of repeated keys.
+    A new job writes the range again, under another name, and its `repeats` has the samples with repeated keys. Memory
+    grows only with the number of repeated keys.
     """
     keys, firsts = NumberSpool(), [0]
     for job in jobs:
         keys.write(hashes := job.key_hashes())
         firsts.append(firsts[-1] + len(hashes))
-    met, repeats = set[int](), dict[int, bytearray]()  # hashes of keys; bits of samples, by the number of the job
+    # hashes of keys that an earlier sample has; a bit for each sample of a job, by the number of the job
+    met, repeats = set[int](), dict[int, bytearray]()
     for position, key in keys.repeated() if firsts[-1] else ():
         if key in met or jobs[0].source.form == FOLDER:  # among files of a folder with one key, no file is the first
             number = bisect.bisect_right(firsts, position) - 1
@@ -118,7 +120,7 @@ def _joined(jobs: list[RangeJob], split: str, shards: list[WrittenShard], option
     if options.shard_samples is not None:
         fewest = max(fewest, -(-sum(shard.entry.samples for shard in shards) // options.shard_samples))
     last = [i for i, shard in enumerate(shards) if i + 1 == len(shards) or shards[i + 1].range != shard.range]
-    if len(shards) <= _MOST_SHARDS * fewest or len(last) < 2:
+    if len(shards) <= _JOIN_ABOVE * fewest or len(last) < 2:
         return shards
     job = replace(jobs[0], name=f"joined-{split}")
     if not job.is_finished:
@@ -126,13 +128,15 @@ def _joined(jobs: list[RangeJob], split: str, shards: list[WrittenShard], option
     joined = job.record().shards
     ends = [*itertools.accumulate(shards[i].entry.samples for i in last)]
     firsts = itertools.accumulate((shard.entry.samples for shard in joined), initial=0)
+    # (position among `shards`, number of the joined shard) orders the shards that remain and the joined ones
     found = {(i, 0): shards[i] for i in {*range(len(shards))}.difference(last)}
-    for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):  # in place of its first sample's shard
+    # A joined shard gets the position of the shard that its first sample was in.
+    for number, (first, shard) in enumerate(zip(firsts, joined, strict=False)):
         found[last[bisect.bisect_right(ends, first)], number] = shard
     return [found[order] for order in sorted(found)]
 
 
-def _named(split: str, shards: list[WrittenShard]) -> Iterator[tuple[str, WrittenShard]]:
+def _with_names(split: str, shards: list[WrittenShard]) -> Iterator[tuple[str, WrittenShard]]:
     """Yield the final name of each shard of a split, and the shard."""
     width = max(6, len(str(len(shards) - 1)))
     prefix = f"{split}-" if split else ""
@@ -144,21 +148,23 @@ def _publish(
     found: Prepared,
     options: Options,
     splits: list[str],
-    names: dict[str, WrittenShard],
+    by_name: dict[str, WrittenShard],
     statistics: Statistics,
 ) -> None:
-    """Rename the shards, after their offsets, and write the index and the metadata."""
+    """Give the shards their final names, and write the index and the metadata.
+
+    The `.idx` file of a shard, with the offsets of its samples, is written before the shard is renamed.
+    """
 
     def tables() -> Iterator[ShardTable]:
-        for name, shard in names.items():
+        for name, shard in by_name.items():
             table = shard_table(output.work, shard)
             yield msgspec.structs.replace(table, entry=msgspec.structs.replace(table.entry, name=name))
 
-    for table in tables():
-        name, shard = table.entry.name, names[table.entry.name]
+    for (name, shard), table in zip(by_name.items(), tables(), strict=True):
         (output.work / f"{name}.idx").write_bytes(tar_idx(table))
         output.publish_shard(f"{shard.range}/{shard.entry.name}", name)
-    if names:
+    if by_name:
         write_index(output.work / "savable.index", tables(), TARS)
         (output.work / "savable.index").replace(output.folder / INDEX_NAME)
         has_texts = found.source.form in TABLES and (not options.only or "json" in map(str.lower, options.only))
@@ -194,9 +200,9 @@ def _warnings(found: Prepared, options: Options, samples: int, statistics: Stati
 
 
 def _repeated_files(found: Statistics) -> list[str]:
-    """Return a list with a warning if records share files, because each record stores a copy."""
+    """Return a warning in a list if records share files, because each stores a copy. Otherwise an empty list."""
     factor = found.used_bytes / max(1, found.file_bytes)
-    if factor < _MUCH_REPEATED:
+    if factor < _WARN_ABOVE:
         return []
     return [
         f"{found.uses:,} uses of {found.files:,} files: each record stores its own copies, which takes {factor:.1f} "
@@ -205,7 +211,10 @@ def _repeated_files(found: Statistics) -> list[str]:
 
 
 def _classes_hint(samples: int, found: Statistics) -> list[str]:
-    """Return a hint if folders look like classes: each sample is one medium, and no folder is a split."""
+    """Return a hint in a list if folders look like classes, otherwise an empty list.
+
+    They do if each sample is a single image, audio or video, and the folders are not just splits, numbers or dates.
+    """
     names = found.folders
     if found.others or not 1 < len(names) <= samples // 2 or names <= SPLITS or all(map(_DIGITS.fullmatch, names)):
         return []

@@ -1,10 +1,10 @@
 """Processes and machines that write ranges.
 
-None outlives the conversion, however that ends.
+No process outlives the conversion, even if it is killed.
 
-    conversion ── a range, one job ────────▶ workers: each shares the lock of the work folder while it lives
+    conversion ── a range, one job ────────▶ workers: each shares the lock of the work folder until it exits
          │     ◀── rows and bytes written ──
-         └─ killed: the workers cannot send, and exit; the next conversion waits until that lock is free
+         └─ if killed: the workers cannot send, and exit; the next conversion waits until that lock is free
 
 Workers take jobs in any order, and the bytes do not depend on it. The machines of an engine see the same folders, or
 write into a bucket.
@@ -43,10 +43,10 @@ def do_jobs(
 ) -> set[str]:
     """Do the jobs whose ranges are not finished, and those that compare ranges.
 
-    This process, several processes, or the machines of an engine do them. `progress` is called with the number of rows
-    done, that of all rows, and the bytes done.
+    They run in this process, in several processes, or on the machines of an engine. `progress` is called with the
+    number of rows done, the number of all rows, and the bytes done.
 
-    Returns the names of files that changed, of the jobs that compare. Raises `WorkerError` if a process dies, and the
+    Returns the names of the changed files that comparing jobs found. Raises `WorkerError` if a process dies, and the
     errors of `write_range` and of the engine.
     """
     for path in work.glob("[0-9]*.*"):  # folders of attempts of a killed conversion
@@ -55,11 +55,12 @@ def do_jobs(
     if not remaining and jobs:
         return set()
     total, changed = sum(job.rows for job in jobs), set[str]()
-    done = [total - sum(job.rows for job in remaining), 0]
+    done_rows, done_bytes = total - sum(job.rows for job in remaining), 0
 
     def note(rows: int, size: int) -> None:
-        done[:] = done[0] + rows, done[1] + size
-        progress(done[0], total, done[1])
+        nonlocal done_rows, done_bytes
+        done_rows, done_bytes = done_rows + rows, done_bytes + size
+        progress(done_rows, total, done_bytes)
 
     note(0, 0)
     if engine is not None:
@@ -80,7 +81,7 @@ def do_jobs(
 def _in_workers(
     jobs: list[RangeJob], work: Path, workers: int, note: Callable[[int, int], None]
 ) -> Generator[tuple[RangeJob, Written], None, None]:
-    """Yield each job and its result. `note` is called with rows and bytes while jobs are done."""
+    """Yield each job and its result. `note` is called with new rows and bytes while jobs run."""
     with _sigterm_exits(), contextlib.closing(each_job(_SERVE, (os.fspath(work),), jobs, workers)) as answers:
         for job, answer in answers:
             if answer is None:
@@ -98,7 +99,7 @@ def _in_workers(
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Exit on SIGTERM as on an error, unless the program handles it, so that open files are closed."""
+    """Raise SystemExit on SIGTERM, so that open files are closed. Does nothing if the program has a handler."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -132,7 +133,7 @@ def _by_engine(engine: Engine, jobs: list[RangeJob]) -> Generator[tuple[RangeJob
 
 
 def _for_machine(job: RangeJob) -> RangeJob:
-    """Return the job with what another machine needs to open its source."""
+    """Return the job with the source and spans that another machine needs."""
     source, spans = job.source.for_machine(job.spans)
     return replace(job, source=source, spans=spans)
 
@@ -147,9 +148,9 @@ def attempt(job: RangeJob) -> Written:
 
 def _wait_until_visible(job: RangeJob) -> None:
     """Wait for the folder of a finished range. Raises `SavableError` if it never appears."""
-    end = time.monotonic() + _VISIBLE_S
+    deadline = time.monotonic() + _VISIBLE_S
     while job.bucket is None and job.hashes is None and not job.is_finished:
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise SavableError(
                 f"{job.work / job.name}: finished by another machine, but not visible. Use storage that all nodes share"
             )
@@ -161,7 +162,8 @@ def _wait_until_visible(job: RangeJob) -> None:
 def claimed(meta: Path, work: Path) -> Iterator[None]:
     """Lock the folder `meta` for one conversion.
 
-    Waits until no worker of a killed one uses `work`. Raises `SavableError` if another conversion has locked it.
+    Waits until no worker of a killed conversion uses `work`. Raises `SavableError` if another conversion has locked
+    `meta`.
     """
     with locked(meta, f"{meta.parent}: another conversion is writing here; wait until it ends"):
         work.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@
 Two attempts at one range write the same bytes, so the first one that finishes is used. For a bucket, the folder of an
 attempt is on the machine that writes it. Its shards are uploaded, and its record is returned.
 
-What a job has in memory does not grow with the samples of its range.
+The memory of a job does not grow with the number of samples in its range.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from savable_pipeline.tools.convert.source import EmptySourceError, RowSpan, Sou
 RECORD_FILE = "record"
 _HASHES = 1 << 64  # number of possible hashes, which the splits divide
 _EXAMPLES = 5  # repeated keys that a warning names
-_NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is noted after so many rows or bytes
+_NOTED_ROWS, _NOTED_BYTES = 256, 16_000_000  # progress is reported after so many rows or bytes
 
 
 class WrittenShard(msgspec.Struct, frozen=True):
-    """A shard of a range, and where its rows of the index are in the record."""
+    """A shard of a range, and the bytes of the record that have its rows of the index."""
 
     range: str
     split: str
@@ -67,38 +67,38 @@ class RangeRecord(msgspec.Struct):
 
     shards: list[WrittenShard] = []
     contents: tuple[int, int] = (0, 0)  # first byte and number of the hashes of contents
-    keys: tuple[int, int] = (0, 0)
+    keys: tuple[int, int] = (0, 0)  # first byte and number of the hashes of keys
     rejected: list[Reject] = []
     statistics: Statistics = msgspec.field(default_factory=Statistics)
-    size: int = 0  # bytes read
+    size: int = 0  # bytes of the parts that were read
 
 
 class Written(NamedTuple):
     """Result of a job."""
 
-    rows: int  # that it read and did not note before, or compressed files
-    size: int  # bytes of these
-    record: bytes  # its record if the target is a bucket
-    changed: list[str]  # names of the files that differ, if it compares
+    rows: int  # number of rows, or of compressed files, since the last call of `note`
+    size: int  # bytes of their parts
+    record: bytes  # the record of the range if the target is a bucket, otherwise b""
+    changed: list[str]  # names of the files that differ, if the job only compares
 
 
 class Hashes(NamedTuple):
-    """Numbers in a file: uint64 (length,), from byte `start`."""
+    """Hashes in a file, uint64 (length,), from byte `start`."""
 
     path: Path
     start: int
     length: int
 
     def array(self) -> NDArray[np.uint64]:
-        """Return the numbers, which are mapped."""
+        """Return the hashes, memory-mapped."""
         return np.memmap(self.path, "<u8", "r", self.start, self.length) if self.length else np.empty(0, "<u8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeJob:
-    """Job to write a range into `work`, or to compare it with `hashes`.
+    """Job to write a range into `work`, or only to compare its contents with `hashes`.
 
-    With a bucket, shards are written on this machine and uploaded.
+    With a bucket, shards are written on the machine that does the job, and uploaded.
     """
 
     name: str
@@ -118,7 +118,7 @@ class RangeJob:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of its range, or of compressed files."""
+        """Return the number of rows of the range, or of compressed files."""
         return sum(span.end - span.start for span in self.spans)
 
     @property
@@ -134,7 +134,7 @@ class RangeJob:
             return msgspec.msgpack.decode(file.read()[:-8], type=RangeRecord)
 
     def content_hashes(self) -> Hashes:
-        """Return the hashes of contents of the finished range."""
+        """Return the hashes of the parts and rejects of the finished range."""
         return Hashes(self.folder / RECORD_FILE, *self.record().contents)
 
     def key_hashes(self) -> NDArray[np.uint64]:
@@ -151,9 +151,10 @@ class RangeJob:
 def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, size: None) -> Written:
     """Write a range, or compare it with the hashes of `job`.
 
-    `note` is called now and then with the number of rows and bytes since the last call. The result has those after it.
+    `note` is called now and then with the number of rows and bytes since its last call. The result has those after the
+    last call.
 
-    Raises `SavableError` if the source changed or the disk is full, ValueError for damage of a whole file.
+    Raises `SavableError` if the source changed or the disk is full, and ValueError if a whole file is damaged.
     """
     with room_on(job.work.parent.parent), _Attempt(job) as attempt:
         writer = _RangeWriter(job, attempt, note)
@@ -163,8 +164,8 @@ def write_range(job: RangeJob, note: Callable[[int, int], None] = lambda rows, s
             if error.reason in CHANGED:
                 raise
             raise ValueError(str(error)) from error
-        size = attempt.record.size - writer.noted[1]
-        return Written(job.rows - writer.noted[0], size, attempt.finish(), sorted(writer.changed))
+        size = attempt.record.size - writer.noted_size
+        return Written(job.rows - writer.noted_rows, size, attempt.finish(), sorted(writer.changed))
 
 
 def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Written:
@@ -174,14 +175,14 @@ def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Writte
         for shard in shards:
             path = job.work / shard.range / shard.entry.name
             if job.bucket is not None:
-                found = BucketObject(f"{WORK}/{shard.range}/{path.name}", shard.entry.size, 0)
-                job.bucket.fetch([found], job.work.parent.parent)
+                uploaded = BucketObject(f"{WORK}/{shard.range}/{path.name}", shard.entry.size, 0)
+                job.bucket.fetch([uploaded], job.work.parent.parent)
             with path.open("rb") as file:
                 for extent in tar_samples(path.name, file.fileno()):
                     members = zip(extent.extensions, extent.members, strict=True)
-                    if extent.key == series.last_key:
+                    if extent.key == series.last_key:  # readers would merge neighbors with one key
                         series.finish()
-                    series.add(extent.key, {e: os.pread(file.fileno(), m.size, m.payload) for e, m in members})
+                    series.add(extent.key, {name: os.pread(file.fileno(), m.size, m.payload) for name, m in members})
             if job.bucket is not None:
                 path.unlink()
         series.finish()
@@ -189,36 +190,36 @@ def join_shards(job: RangeJob, split: str, shards: list[WrittenShard]) -> Writte
 
 
 class _Attempt:
-    """One attempt to write a range into its own `folder`, with a growing record."""
+    """One attempt to write a range, in a `folder` of its own, with a `record` that grows with each shard."""
 
     def __init__(self, job: RangeJob) -> None:
         self._job, self.record, self._open = job, RangeRecord(), contextlib.ExitStack()
 
     def __enter__(self) -> _Attempt:
         parent = self._job.work if self._job.bucket is None else None
-        name = tempfile.TemporaryDirectory(dir=parent, prefix=f"{self._job.name}.", ignore_cleanup_errors=True)
-        self.folder = Path(self._open.enter_context(name))
+        folder = tempfile.TemporaryDirectory(dir=parent, prefix=f"{self._job.name}.", ignore_cleanup_errors=True)
+        self.folder = Path(self._open.enter_context(folder))
         self._file = self._open.enter_context((self.folder / RECORD_FILE).open("wb"))
-        self.contents, self.keys = self._numbers(), self._numbers()
+        self.contents, self.keys = self._new_spool(), self._new_spool()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _numbers(self) -> NumberSpool:
+    def _new_spool(self) -> NumberSpool:
         """Return an empty spool, whose file is in the folder of the attempt."""
         return NumberSpool(file=self._open.enter_context(tempfile.TemporaryFile(dir=self.folder)))
 
     def series(self, split: str) -> ShardSeries:
-        """Return the shards of a split."""
+        """Return a series of shards for a split. Finished ones are added to the record."""
         options, prefix = self._job.options, f"{split}-" if split else ""
 
-        def finished(table: ShardTable) -> None:
+        def add_to_record(table: ShardTable) -> None:
             rows = self._file.tell(), self._file.write(table.rows)
             self.record.shards.append(WrittenShard(self._job.name, split, table.entry, rows))
 
         series = ShardSeries(
-            self.folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, finished
+            self.folder, lambda n: f"{prefix}{n:06d}.tar", options.shard_bytes, options.shard_samples, add_to_record
         )
         self._open.callback(series.close)
         return series
@@ -228,7 +229,7 @@ class _Attempt:
 
         Returns the record if the target is a bucket, and otherwise b"".
         """
-        if self._job.hashes is not None:  # it was only compared
+        if self._job.hashes is not None:  # the range was only compared
             return b""
         spans = list[tuple[int, int]]()  # first byte and number of the numbers of each spool
         for spool in (self.contents, self.keys):
@@ -239,10 +240,9 @@ class _Attempt:
         record = msgspec.msgpack.encode(self.record)
         self._file.write(record + len(record).to_bytes(8, "little"))
         self._file.flush()
-        bucket = self._job.bucket
-        if bucket is None:
+        if (bucket := self._job.bucket) is None:
             os.fsync(self._file.fileno())
-            with contextlib.suppress(OSError):  # another attempt was faster
+            with contextlib.suppress(OSError):  # the folder exists if another attempt was faster
                 self.folder.rename(self._job.folder)
             return b""
         for shard in self.record.shards:
@@ -251,23 +251,28 @@ class _Attempt:
 
 
 def shard_table(work: Path, shard: WrittenShard) -> ShardTable:
-    """Return the rows of a shard, which are mapped."""
+    """Return the index rows of a shard, memory-mapped."""
     rows = np.memmap(work / shard.range / RECORD_FILE, np.uint8, "r", *shard.rows)
     return ShardTable(shard.entry, cast("bytes", rows.data))
 
 
 class _RangeWriter:
-    """Writes the samples of a range into the series of their splits."""
+    """Writes the samples of a range into the series of their splits, or compares them.
+
+    `noted_rows` and `noted_size` are the number of rows and of bytes up to the last call of `note`.
+    """
 
     def __init__(self, job: RangeJob, attempt: _Attempt, note: Callable[[int, int], None]) -> None:
         self._job, self._folder, self._record = job, attempt.folder, attempt.record
         self._contents, self._keys = attempt.contents, attempt.keys
-        self._note_progress, self.noted, self._rows = note, (0, 0), 0
+        self._note_progress, self._rows, self.noted_rows, self.noted_size = note, 0, 0, 0
+        # number of samples so far, key of the last one, and new keys of samples of tars whose own key is repeated
         self._samples, self._last_key, self._renamed = 0, "", set[str]()
         self._rejected = list[Reject]()  # of the span that is read
-        self.changed = set[str]()  # names of files with other contents than the known hashes
-        self._known = None if job.hashes is None else np.sort(job.hashes.array())
-        self._ends = [int(end * _HASHES) for end in accumulate(Fraction(part) for _, part in job.options.split)]
+        self.changed = set[str]()  # names of files with contents that are not among the known hashes
+        self._known_hashes = None if job.hashes is None else np.sort(job.hashes.array())
+        # a sample belongs to the first split whose end is above the hash of its key
+        self._split_ends = [int(end * _HASHES) for end in accumulate(Fraction(part) for _, part in job.options.split)]
         splits = [name for name, _ in job.options.split] or [""]
         self._series = [attempt.series(split) for split in splits if job.hashes is None]
         form, options = job.source.form, job.options
@@ -294,47 +299,48 @@ class _RangeWriter:
         self._record.statistics.add(reader.finish())
 
     def _add(self, sample: TarSample) -> None:
-        """Write a sample, or compare it, and note progress."""
+        """Write a sample, or compare it, and report progress."""
         key = self._distinct_key(sample) if self._may_repeat else sample.key
         parts: dict[str, PartData] = {part.extension: part.data for part in sample.parts}
         if key and self._series:  # otherwise the sample is only compared
-            number = _hashed(key) if self._ends else 0
-            self._series[next((i for i, end in enumerate(self._ends) if number < end), 0)].add(key, parts)
+            key_hash = _hash_of(key) if self._split_ends else 0
+            split = next((i for i, end in enumerate(self._split_ends) if key_hash < end), 0)
+            self._series[split].add(key, parts)
         for part in sample.parts:
-            self._note(part.file, _hashed(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
+            self._record_hash(part.file, _hash_of(f"{sample.key}.{part.extension}") ^ content_hash(part.data))
         self._record.size += sum(map(len, parts.values()))
-        self._rows += not self._job.source.packed  # whose rows are files
-        rows, size = self._rows - self.noted[0], self._record.size - self.noted[1]
+        self._rows += not self._job.source.packed  # rows of a compressed source are files, which are counted at the end
+        rows, size = self._rows - self.noted_rows, self._record.size - self.noted_size
         if rows >= _NOTED_ROWS or size >= _NOTED_BYTES:
             self._note_progress(rows, size)
-            self.noted = self._rows, self._record.size
+            self.noted_rows, self.noted_size = self._rows, self._record.size
 
-    def _note(self, file: str, content: int) -> None:
+    def _record_hash(self, file: str, new_hash: int) -> None:
         """Record the hash of a part or a reject of a file.
 
         The file has changed if the hash is not among the known ones.
         """
-        self._contents.append(content)
-        if self._known is not None:
-            found = np.uint64(content)
-            if found not in self._known[np.searchsorted(self._known, found) :][:1]:  # sorted
+        self._contents.append(new_hash)
+        if (known := self._known_hashes) is not None:  # sorted
+            value = np.uint64(new_hash)
+            if value not in known[np.searchsorted(known, value) :][:1]:
                 self.changed.add(file)
 
     def _reject(self, reject: Reject) -> None:
         self._record.rejected.append(reject)
-        self._note(reject.file, _hashed(f"{reject.file}\0{reject.reason}"))
+        self._record_hash(reject.file, _hash_of(f"{reject.file}\0{reject.reason}"))
 
     def _distinct_key(self, sample: TarSample) -> str:
         """Return the key, or "" if the sample is rejected.
 
-        A repeated key of a tar gets the name of its tar before it.
+        A repeated key of a tar is prefixed with the name of the tar.
         """
-        number, last_key = self._samples, self._last_key
+        number, last_key, repeats = self._samples, self._last_key, self._job.repeats
         self._samples += 1
-        self._keys.append(_hashed(sample.key))
+        self._keys.append(_hash_of(sample.key))
         self._last_key = key = sample.key
-        byte = self._job.repeats[number >> 3] if number >> 3 < len(self._job.repeats) else 0
-        if key != last_key and not byte >> (number & 7) & 1:  # readers merge neighbors with one key
+        is_repeated = number >> 3 < len(repeats) and repeats[number >> 3] >> (number & 7) & 1
+        if key != last_key and not is_repeated:  # readers merge neighbors with one key
             return key
         statistics, form = self._record.statistics, self._job.source.form
         statistics.repeats += 1
@@ -354,7 +360,7 @@ class _RangeWriter:
         return ""
 
     def _write_packed(self) -> None:
-        """Decompress one file after another, and write the samples of each."""
+        """Decompress one file after another, and write the samples of each. Damaged tars become rejects."""
         (span,) = self._job.spans
         folder = self._folder / "decompressed"
         for number in range(span.start, span.end):
@@ -388,5 +394,5 @@ class _RangeWriter:
             self._reject(line_fault(source, store, number))
 
 
-def _hashed(key: str) -> int:
-    return xxh3_64_intdigest(key.encode("utf-8", "surrogateescape"))
+def _hash_of(text: str) -> int:
+    return xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))

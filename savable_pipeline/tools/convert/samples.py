@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 TEXT_FIELDS = ("caption", "text")
 _MEDIA = frozenset((*IMAGE_PARTS, *AUDIO_PARTS, *VIDEO_PARTS))
 _NUMBERED = re.compile(r"[0-9]+[.]")  # one of several files of one field: 0.jpg, 1.jpg
-CHANGED = ("changed shard", "missing shard", "missing file")  # reasons of errors for a source that has changed
-_AHEAD = 4096  # rows that a store is told together to prefetch
-_MOST_FOLDERS = 100_000  # more names of top folders are not counted
+CHANGED = ("changed shard", "missing shard", "missing file")  # `reason` of a `ShardError` if the source has changed
+_AHEAD = 4096  # number of rows that a store prefetches together
+_MAX_FOLDERS = 100_000  # names of top folders beyond that are not collected
 
 
 class Statistics(msgspec.Struct):
@@ -52,16 +52,16 @@ class Statistics(msgspec.Struct):
     parts: dict[str, int] = {}  # number of samples with each part
     nulls: dict[str, int] = {}  # number of rows without a value, by column
     layouts: set[tuple[str, ...]] = set()  # sorted parts that samples have
-    not_texts: set[str] = set()  # fields of `TEXT_FIELDS` that are not strings in some row
+    not_texts: set[str] = set()  # fields of `TEXT_FIELDS` that are missing or not strings in some row
     renamed: int = 0  # number of keys with dots, which a tar cannot have
-    examples: set[str] = set()  # a few of these, with their new names
-    uses: int = 0  # how often records name files
-    used_bytes: int = 0  # bytes of files, counted at each use
+    examples: set[str] = set()  # a few renamed keys, with their new names
+    uses: int = 0  # number of times that records name a file
+    used_bytes: int = 0  # bytes of files that records name, counted at each use
     files: int = 0  # number of different files that records name
-    file_bytes: int = 0  # bytes of these
+    file_bytes: int = 0  # bytes of these files, each counted once
     named: int = 0  # number of files that rows of columns name without their bytes
     repeats: int = 0  # number of repeated keys
-    repeated: set[str] = set()  # a few of these
+    repeated: set[str] = set()  # a few repeated keys
     others: int = 0  # number of ranges with a sample that is not a single image, audio or video in a folder
     folders: set[str] = set()  # names of top folders
     found: set[str] = set()  # requested keys that were found
@@ -70,11 +70,11 @@ class Statistics(msgspec.Struct):
     def add(self, other: Statistics) -> None:
         """Add the statistics of other samples: sums of counts, and unions of names."""
         for name in self.__struct_fields__:
-            mine, others = getattr(self, name), getattr(other, name)
-            if isinstance(mine, dict):
-                setattr(self, name, dict(Counter(mine) + Counter(others)))
+            own, added = getattr(self, name), getattr(other, name)
+            if isinstance(own, dict):
+                setattr(self, name, dict(Counter(own) + Counter(added)))
             else:
-                setattr(self, name, mine | others if isinstance(mine, set) else mine + others)
+                setattr(self, name, own | added if isinstance(own, set) else own + added)
 
 
 class Part(NamedTuple):
@@ -86,7 +86,7 @@ class Part(NamedTuple):
 
 
 class TarSample(NamedTuple):
-    """A sample: its key, its parts, and its name in rejects."""
+    """A sample: its key, its parts, and a function that returns its name in rejects."""
 
     key: str
     parts: list[Part]
@@ -115,9 +115,9 @@ class SampleReader:
         self._source, self._dataset, self._options, self._keys = source, dataset, options, keys
         self._store = cast("Any", dataset.store)
         self._only = frozenset(name.lower() for name in options.only)
-        self._line = -1, 0, 1  # of the last reject: number of its file, offset and number of its line
+        self._last_line = -1, 0, 1  # of the last reject: number of its file, offset and number of its line
         self._used: set[int] = set()  # hashes of the names of files that records name
-        self._parsed: PartData = b""  # the JSON of the last row, which is known to be valid
+        self._parsed: PartData = b""  # the JSON of the last row of a table, which is known to be valid
         self._layouts, self._nulls = Counter[tuple[str, ...]](), Counter[str]()
         self._may_name_files = source.form.name in ("parquet", "arrow")
         self._media: list[str] = self._store.media_named(self._only) if self._may_name_files and self._only else []
@@ -125,6 +125,7 @@ class SampleReader:
     def samples(self, span: RowSpan) -> Iterator[TarSample]:
         """Yield the samples of some rows. Raises `SavableError` if the source changed."""
         readers = {FOLDER: self._read_folder, **dict.fromkeys(TABLES, self._read_table)}
+        # `read(file, row, number)` returns the sample, or None if its key is not chosen
         read: Callable[[int, int, int], TarSample | None] = readers.get(self._source.form, self._read_store)
         try:
             self._store.validate(span.file)
@@ -165,35 +166,35 @@ class SampleReader:
                 fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
             ):
                 raise RejectedError(part.file, sample.key, fault)
-        found, names = self.statistics, tuple([part.extension for part in sample.parts])
-        self._layouts[names] += 1
-        if not found.others:
+        extensions = tuple([part.extension for part in sample.parts])
+        self._layouts[extensions] += 1
+        if not self.statistics.others:
             folder = class_of(sample.key)
-            found.others = int(len(names) > 1 or names[0].lower() not in _MEDIA or not folder)
-            if len(found.folders) < _MOST_FOLDERS:
-                found.folders.add(folder)
+            self.statistics.others = int(len(extensions) > 1 or extensions[0].lower() not in _MEDIA or not folder)
+            if len(self.statistics.folders) < _MAX_FOLDERS:
+                self.statistics.folders.add(folder)
 
     def _wants(self, key: str) -> bool:
-        """Return whether a key is chosen, and note it in the statistics."""
+        """Return whether a key is chosen. Add a chosen one to the statistics."""
         if self._keys is not None and key in self._keys:
             self.statistics.found.add(key)
         return self._keys is None or key in self._keys
 
     def _writes(self, extension: str) -> bool:
-        """Return whether a part is chosen, and note one that is not in the statistics."""
+        """Return whether a part is chosen. Add one that is not to the statistics."""
         if is_named(extension, self._only):
             return True
         self.statistics.dropped.add(extension)
         return False
 
-    def _sample(self, key: str, file: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
-        """Return a sample. Raises `RejectedError`, which names `file`, if it has no chosen part."""
+    def _sample_of(self, key: str, file: str, parts: list[Part], name: Callable[[], str]) -> TarSample:
+        """Return the sample of these parts. Raises `RejectedError`, which names `file`, if there are none."""
         if not parts:
             raise RejectedError(file, key, "no chosen part")
         return TarSample(key, parts, name)
 
-    def _part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
-        """Return a part. Long audio and video are read in pieces. `size` is in bytes, or None if it is unknown."""
+    def _read_part(self, file: int, row: int, extension: str, size: int | None, name: str) -> Part:
+        """Return a part. Long audio and video are read in pieces later. `size` is in bytes, or None if unknown."""
         if size is None and is_long(extension):
             size = self._store.head(file, row, extension, 0)[1]
         if size is not None and is_long(extension, size):
@@ -202,26 +203,26 @@ class SampleReader:
 
     def _read_folder(self, file: int, row: int, number: int) -> TarSample | None:
         store, found = self._store, self.statistics
-        own, files = store.key(file, row), store.files(row)
-        key = tar_key(own)
+        path_key, files = store.key(file, row), store.files(row)
+        key = tar_key(path_key)
         if not self._wants(key):
             return None
         first = store.path(next(iter(files.values())))
-        if key != own:
-            found.renamed, found.examples = found.renamed + 1, found.examples or {f"{own} is {key} there"}
+        if key != path_key:
+            found.renamed, found.examples = found.renamed + 1, found.examples or {f"{path_key} is {key} there"}
         if self._options.classes:
             if not class_of(key):
                 raise RejectedError(first, key, "no class: it is in no folder")
             if any(name.lower() == CLASS for name in files):
                 raise RejectedError(first, key, f"two parts with one extension: {CLASS}, of a file and of the folder")
         parts = [
-            self._part(file, row, name, store.size(each), store.path(each))
+            self._read_part(file, row, name, store.size(each), store.path(each))
             for name, each in files.items()
             if self._writes(name)
         ]
         if self._options.classes:
             parts.append(Part(CLASS, first, store.read(file, row, CLASS)))
-        return self._sample(key, first, parts, lambda: first)
+        return self._sample_of(key, first, parts, lambda: first)
 
     def _read_table(self, file: int, row: int, number: int) -> TarSample | None:
         store, field, key = self._store, self._options.key_field, ""
@@ -245,31 +246,32 @@ class SampleReader:
         parts = [Part(LINE, address, body)] if self._writes(LINE) else []
         for each in files:
             if self._writes(each.part):
-                parts.append(self._part(file, row, each.part, each.size, each.path))
+                parts.append(self._read_part(file, row, each.part, each.size, each.path))
                 self._count_use(each.path, each.size)
-        return self._sample(key, address, parts, name)
+        return self._sample_of(key, address, parts, name)
 
     def _count_use(self, path: str, size: int) -> None:
         """Count the use of a file that a record names."""
-        found, name = self.statistics, hash(path)
+        found, path_hash = self.statistics, hash(path)
         found.uses, found.used_bytes = found.uses + 1, found.used_bytes + size
-        if name not in self._used:
-            self._used.add(name)
+        if path_hash not in self._used:
+            self._used.add(path_hash)
             found.files, found.file_bytes = found.files + 1, found.file_bytes + size
 
     def _line_of(self, file: int, start: int, row: int) -> str:
-        """Return how rejects name a row at byte `start`: by its line in the file, or its number in a list."""
+        """Return how the list of rejects names the row at byte `start`: FILE:LINE, or FILE:NUMBER in a JSON list."""
         name = self._source.name or self._dataset.entries.names[file]
         if self._source.form == JSON:
             return f"{name}:{row + 1}"
-        _, end, lines = self._line if self._line[0] == file else (file, 0, 1)
-        self._line = file, start, lines + lines_between(self._store, file, end, start)
-        return f"{name}:{self._line[2]}"
+        _, last_start, last_line = self._last_line if self._last_line[0] == file else (file, 0, 1)
+        line = last_line + lines_between(self._store, file, last_start, start)
+        self._last_line = file, start, line
+        return f"{name}:{line}"
 
     def _read_store(self, file: int, row: int, number: int) -> TarSample | None:
         store, shard = self._store, self._source.name or self._dataset.entries.names[file]
-        name, is_record = f"{shard}, record {number}", self._source.form in RECORDS
-        key = f"{number:09d}"
+        is_record = self._source.form in RECORDS
+        name, key = f"{shard}, record {number}", f"{number:09d}"
         try:
             if not is_record or self._options.key_field is not None:
                 key = store.key(file, row)
@@ -277,7 +279,7 @@ class SampleReader:
             if not self._wants(key):
                 return None
             names = store.extensions(file, row)
-            parts = [self._part(file, row, each, None, name) for each in names if self._writes(each)]
+            parts = [self._read_part(file, row, each, None, name) for each in names if self._writes(each)]
         except ShardError as error:
             if isinstance(error.__cause__, RecordError):
                 raise RejectedError(name, key, str(error.__cause__)) from error
@@ -296,12 +298,11 @@ class SampleReader:
             fault, _ = parts_fault(key, [(part.extension, name, len(part.data), "") for part in parts])
             if fault:
                 raise RejectedError(name, key, fault)
-        return self._sample(key, shard, parts, lambda: name)
+        return self._sample_of(key, shard, parts, lambda: name)
 
     def _named_files(self, file: int, row: int, name: str, key: str) -> list[Part]:
         """Return the files in the folder `files_from` that a row names without their bytes."""
-        nulls = self._store.nulls(file, row)
-        self._nulls.update(each for each in nulls if self._writes(each) or each in self._media)
+        self._nulls.update(each for each in self._store.nulls(file, row) if self._writes(each) or each in self._media)
         found: list[Part] = []
         for each in self._store.named_files(file, row):
             if not self._writes(each.part or each.column):
@@ -317,18 +318,18 @@ class SampleReader:
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:
-    """Return whether `only`, lower-case names, has the part or is empty."""
+    """Return whether `only`, names in lower case, has the part or is empty."""
     extension = extension.lower()
     return not only or extension in only or plain_part(extension) in only
 
 
 def plain_part(extension: str) -> str:
-    """Return the name of a part without its number: `0.jpg` is `jpg`."""
+    """Return the name of a part without its number: `jpg` for `0.jpg`."""
     return _NUMBERED.sub("", extension, count=1)
 
 
 def lines_between(store: Any, number: int, start: int, end: int) -> int:
-    """Return how many lines of the file with this number end between two offsets."""
+    """Return how many lines of the file with this number end between two byte offsets."""
     lines = 0
     while start < end:
         block = store.files.read(number, start, min(end - start, 1 << 18))
@@ -352,7 +353,7 @@ def line_fault(source: SourceFiles, store: Any, number: int) -> Reject:
 
 
 def _check_parts(key: str, address: str, parts: list[tuple[str, str, int, str]]) -> None:
-    """Raise `RecordError` for parts of a row that a tar cannot have. See `parts_fault`."""
+    """Raise `RecordError` for parts of a row that a tar cannot have. `parts` are those of `parts_fault`."""
     fault, path = parts_fault(key, parts)
     if fault and path != address:
         reason, _, detail = fault.partition(": ")
@@ -362,7 +363,7 @@ def _check_parts(key: str, address: str, parts: list[tuple[str, str, int, str]])
 
 
 def _key_in(fields: dict[str, Any], field: str) -> str:
-    """Return the key in a field of a row. Raises `RecordError` if it is no text and no whole number."""
+    """Return the key in a field of a row. Raises `RecordError` unless it is a string or a whole number."""
     value = fields.get(field)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RecordError(f"no key: the field {field!r} holds {value!r}")
@@ -370,7 +371,7 @@ def _key_in(fields: dict[str, Any], field: str) -> str:
 
 
 def _tar_key_of_row(key: str, shard: str) -> str:
-    """Return a row's key in a tar: "web/0.parquet:17", of a row without a key field, becomes "web/0/17"."""
+    """Return the key of a row in a tar. "web/0.parquet:17", which has no key field, becomes "web/0/17"."""
     if key.startswith(f"{shard}:"):
         key = f"{PurePosixPath(shard).with_suffix('')}/{key[len(shard) + 1 :]}"
         return key.replace(".", "_")

@@ -1,10 +1,10 @@
 """Files of a conversion's source, opened once in each process.
 
     files ─ find_source ─▶ format, files, settings ─ open_store ─▶ rows of a store
-    compressed files ─ each is decompressed by the job that writes it ─▶ the same
+    compressed files ─ each is decompressed by the job that writes its samples ─▶ rows of a store
 
-A source that changes during the conversion is an error: each process compares its index with that of the start, and
-each job checks the files that it read.
+If a source changes during the conversion, this is an error: each process compares its index of the files with that of
+the start, and each job checks the files that it read.
 """
 
 from __future__ import annotations
@@ -55,21 +55,24 @@ from savable_pipeline.errors import SavableError, ShardError
 
 TABLES, RECORDS = (JSONL, JSON, CSV), (MDS, LITDATA)
 _ENDINGS = (".gz", ".bz2", ".xz", ".zst")
-_MANY = 4096  # files whose first bytes are read, because compressed files may be named like plain ones
+_MAX_HEADS = 4096  # files whose first bytes are read, because compressed files may be named like plain ones
 _PEEK, _CHUNK, _AHEAD = 1 << 16, 1 << 20, 64 << 20  # bytes to recognize a format, to copy at a time, and to prefetch
 
 
 class RowSpan(NamedTuple):
-    """Rows `start` to `end - 1` of a file, or of a list of compressed files."""
+    """Rows `start` to `end - 1` of a file.
+
+    The rows of a source of compressed files are the files.
+    """
 
     file: int
     start: int
     end: int
-    number: int  # number of the first row in the whole source
+    number: int  # number of row `start` in the whole source
 
 
 class PackedFile(NamedTuple):
-    """A compressed file: its path or URL, name in the source, bytes and version."""
+    """A compressed file: path or URL, name in the source, size in bytes, and version."""
 
     path: str
     name: str
@@ -87,9 +90,9 @@ class PackedFile(NamedTuple):
 
 
 def find_files(files: str | os.PathLike[str], format: str | None = None) -> SourceFiles:
-    """Recognize a source.
+    """Recognize the format of a source, and return its files.
 
-    Raises ValueError for what cannot be read or could be of several formats, `RemoteError`.
+    Raises ValueError if they cannot be read or could be of several formats, and `RemoteError`.
     """
     address = os.fspath(files)
     if isinstance(files, Path) and ":/" in address and "://" not in address and not files.exists():
@@ -112,8 +115,8 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
             plain, packed = [*filter(form.has, names)], [*filter((JSONL if form == JSON else form).packs, names)]
             if plain and listed is not None and listed.whole:
                 packed = []  # reading skips compressed files beside others, with a warning
-            first = plain[:_MANY] if found.session is None or len(plain) == 1 else []
-            if packed or any(_compression(name, _head(found, root, name)) for name in first):
+            inspected = plain[:_MAX_HEADS] if found.session is None or len(plain) == 1 else []
+            if packed or any(_compression(name, _head(found, root, name)) for name in inspected):
                 return _packed_source(address, found, root, sorted([*plain, *packed]))
             if not plain:  # no plain file is known: there is only an index, or nothing
                 open_store(found, inspect=True)
@@ -125,13 +128,16 @@ def find_files(files: str | os.PathLike[str], format: str | None = None) -> Sour
 
 
 def _compression(path: str, head: bytes) -> str:
-    """Return how a file is compressed: a tar by its first bytes, others by their name, else by their first bytes."""
+    """Return the suffix of a file's compression, such as ".gz", or "" if it is not compressed.
+
+    For a tar, the first bytes decide. For other files, the name does, and then the first bytes.
+    """
     path = path.lower()
-    kind = next((ending for ending in _ENDINGS if path.endswith(ending)), ".gz" if path.endswith(".tgz") else "")
+    by_name = next((ending for ending in _ENDINGS if path.endswith(ending)), ".gz" if path.endswith(".tgz") else "")
     if path.endswith((*TARS.suffixes, *TARS.packed)):
-        found = tar_compression(head)
-        return kind if found is None else found
-    return kind or compression_of(head)
+        by_head = tar_compression(head)
+        return by_name if by_head is None else by_head
+    return by_name or compression_of(head)
 
 
 def _head(found: Source, root: str, name: str) -> bytes:
@@ -144,15 +150,15 @@ def _head(found: Source, root: str, name: str) -> bytes:
 
 
 def _packed_source(address: str, found: Source, root: str, files: list[str]) -> SourceFiles:
-    """Return the source of compressed `files`, and of plain ones among them."""
+    """Return the source of `files`, which are compressed, or partly plain."""
     form = found.format
     if form != TARS:  # only the first bytes tell a list of JSON from lines
-        plain = {_plain_name(name): name for name in files}
-        names_inside, heads = FileNames(plain), {}
-        for name in wanted(names_inside):
-            with open_content(f"{root}/{plain[name]}") as file:
+        packed_names = {_plain_name(name): name for name in files}
+        plain_names, heads = FileNames(packed_names), {}
+        for name in wanted(plain_names):
+            with open_content(f"{root}/{packed_names[name]}") as file:
                 heads[name] = file.read(_PEEK)
-        form = recognize(names_inside, heads).format
+        form = recognize(plain_names, heads).format
     return SourceFiles(address, found, form, tuple(PackedFile.of(root, name) for name in files))
 
 
@@ -163,7 +169,10 @@ def _plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
-    """Open a file at its start. Raises OSError; of a URL `ShardError`, `RemoteError`."""
+    """Open a file or a URL at its start.
+
+    Raises OSError for a file, and `ShardError` or `RemoteError` for a URL.
+    """
     if "://" not in path:
         with open(path, "rb", opener=regular_file) as file:
             yield file
@@ -177,7 +186,7 @@ def open_file(path: str) -> Iterator[io.BufferedReader[Any]]:
 def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if it is compressed.
 
-    Raises `DamagedError` in the block, also for a line of more than `line_bytes`, and as `open_file`.
+    Raises `DamagedError` while it is read, also for a line of more than `line_bytes`, and the errors of `open_file`.
     """
     with open_file(path) as file:
         kind = _compression(path, file.peek(HEAD)[:HEAD])
@@ -188,7 +197,7 @@ def open_content(path: str, line_bytes: int | None = None) -> Iterator[IO[bytes]
 class SourceFiles:
     """Files of a source and the settings of their store.
 
-    It is picklable, and opened once in each process.
+    It is picklable, and each process opens the files once.
     """
 
     path: str  # as a user named it
@@ -197,17 +206,17 @@ class SourceFiles:
     packed: tuple[PackedFile, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     files_from: str = ""  # real path of the folder of files that rows of columns name
-    newest_ns: int = 0  # no file that rows name may be newer
-    digest: str = ""  # digest of the index
-    written_ns: int = 0  # time of the last write to a local file
-    files: tuple[RemoteFile, ...] = ()  # remote files of one range
-    index: str = ""  # index of raw files
+    newest_ns: int = 0  # time of the start; a file in `files_from` that was written later is an error
+    digest: str = ""  # digest of the index at the start; "" before it
+    written_ns: int = 0  # time of the last write to a local file before the start
+    files: tuple[RemoteFile, ...] = ()  # remote files of one range, for another machine
+    index: str = ""  # path of the index of raw files
     name: str = ""  # name of the only file, if it differs from that in the index
     prefix: str = ""  # prefix of keys that are row numbers
 
     @property
     def words(self) -> str:
-        """Return its format, for people."""
+        """Return the format in words, for a message."""
         return f"format {self.form.name}{', compressed' if self.packed else ''}"
 
     def dataset(self) -> Dataset:
@@ -215,8 +224,8 @@ class SourceFiles:
 
         Raises `SavableError` if the source differs from that of the start.
         """
-        opened = self.digest, self.files
-        if not self.digest or _open[:1] != [opened]:
+        identity = self.digest, self.files
+        if not self.digest or _open[:1] != [identity]:
             close_open_source()
             with contextlib.ExitStack() as stack:
                 try:
@@ -229,7 +238,7 @@ class SourceFiles:
                     raise changed(
                         str(self.found.files), "its files, or the samples in them, differ from those at the start"
                     )
-                _open[:] = opened, dataset, stack.pop_all()
+                _open[:] = identity, dataset, stack.pop_all()
         return cast("Dataset", _open[1])
 
     def _store(self) -> RecordStore:
@@ -253,13 +262,13 @@ class SourceFiles:
             return store_of(IndexedFiles(form, form.index_at(index), index, None, root, tolerant=True), **settings)
 
     def at_start(self) -> SourceFiles:
-        """Index the files, and return the source with the digest of the index."""
+        """Index the files at the start, and return the source with the index's digest."""
         if self.packed:
             return replace(self, digest=hashlib.sha256(repr(self.packed).encode()).hexdigest())
         close_open_source()
         if self.index:  # the index of an earlier run
             Path(self.index).unlink(missing_ok=True)
-        elif self.form in TABLES and not self.is_remote:  # a tolerant opening takes the index of a file that changed
+        elif self.form in TABLES and not self.is_remote:  # otherwise the old index of a changed file is used
             index_files(self.found.listed or self.found.files, self.form, near=False)
         dataset = self.dataset()
         names = () if self.is_remote or self.form == FOLDER else dataset.entries.names
@@ -270,11 +279,11 @@ class SourceFiles:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the files are behind a URL."""
+        """Return whether the files are remote."""
         return self.found.session is not None
 
     def check(self, file: int) -> None:
-        """Raise `SavableError` if the local file was written after the start.
+        """Raise `SavableError` if local file number `file` was written after the start.
 
         Remote and raw files are checked when they are read.
         """
@@ -286,9 +295,9 @@ class SourceFiles:
                 raise changed(path, f"{size} bytes at the start, {stat.st_size} now, written since")
 
     def for_machine(self, spans: tuple[RowSpan, ...]) -> tuple[SourceFiles, tuple[RowSpan, ...]]:
-        """Return the source of these rows, and the rows, for another machine.
+        """Return the source and the spans of these rows as another machine needs them.
 
-        For remote files, the source has the rows of the index, so the machine does not index them again.
+        For remote files, the source has their rows of the index, so that the machine does not index them again.
         """
         if not self.is_remote or self.packed:
             return self, spans
@@ -305,18 +314,18 @@ class SourceFiles:
 
     @contextlib.contextmanager
     def unpacked(self, number: int, folder: Path) -> Iterator[tuple[SourceFiles, str]]:
-        """Decompress a file into a folder, and yield its source and its error.
+        """Decompress file `number` into a folder. Yield its source and an error message.
 
-        The error is "" if the file could be read to its end. The folder is removed at the end.
+        The message is "" if the file could be read to its end. The folder is removed at the end.
 
         Raises `SavableError` if the file changed.
         """
         packed = self.packed[number]
-        base, fault = _plain_name(packed.name).rpartition("/")[2], ""
+        base, fault = posixpath.basename(_plain_name(packed.name)), ""
         plain = folder / (base if base.endswith(self.form.suffixes) else base + self.form.suffixes[0])
-        most = self.settings.get("unpacked_bytes") if self.form in TABLES else None
+        line_bytes = self.settings.get("unpacked_bytes") if self.form in TABLES else None
         try:
-            with open_content(packed.path, most) as content, plain.open("wb") as file:
+            with open_content(packed.path, line_bytes) as content, plain.open("wb") as file:
                 shutil.copyfileobj(content, file, _CHUNK)
         except ValueError as error:
             fault = str(error)
@@ -335,7 +344,7 @@ class SourceFiles:
 
 
 class RemoteFile(NamedTuple):
-    """Folder, name, version and index of a remote file, for another machine."""
+    """Folder, name, version and index rows of a remote file, for another machine."""
 
     url: str
     name: str
@@ -343,13 +352,13 @@ class RemoteFile(NamedTuple):
     table: bytes  # a `ShardTable`, as MessagePack
 
 
-_open: list[Any] = []  # the source that is open in this process, its dataset, and the function that closes it
+_open: list[Any] = []  # empty, or (digest, files) of the source open in this process, its dataset and its `ExitStack`
 
 
 def close_open_source() -> None:
     """Close the source that this process has open."""
     if _open:
-        stack = _open[2]
+        _, _, stack = _open
         _open.clear()
         stack.close()
 
@@ -361,7 +370,7 @@ def close_all() -> None:
 
 
 class EmptySourceError(Exception):
-    """A source has no sample. The argument is its store."""
+    """Error: a source has no sample. The argument is its store."""
 
 
 def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Dataset:
@@ -382,7 +391,7 @@ def _dataset_of_files(source: SourceFiles, stack: contextlib.ExitStack) -> Datas
 def index_digest(source: SourceFiles, dataset: Dataset) -> str:
     """Return a hash of the index rows of the files.
 
-    For a folder, it also covers the times of the last writes.
+    For raw files, it also covers the times of their last writes.
     """
     store: Any = dataset.store
     return hashlib.sha256(dataset.digest() + (bytes(store.table.times) if source.form == FOLDER else b"")).hexdigest()
@@ -403,9 +412,9 @@ def _digest(rows: Any) -> str:
 
 
 def versions_of(source: SourceFiles) -> tuple[str, str, int]:
-    """Return the source's identity, a hash of its files' versions, and a time.
+    """Return hashes of the source's path and of its files' versions, and a time.
 
-    The time is that of the last change to a file, in ns. The identity and the time are "" and 0 for files of a server,
+    The time is that of the last change to a file, in ns. For remote files, the path's hash is "" and the time is 0,
     because their versions cover every change.
     """
     store: Any = None if source.packed else source.dataset().store
