@@ -142,14 +142,14 @@ class Encode(ChunkedStage, ItemStage):
         """
         elements: list[Element] = []
         ahead = self._ahead
-        first, part, before = ahead.next, self._parts_taken, self._skipped.begin(elements)  # to undo the call
+        first, parts_taken, before = ahead.next, self._parts_taken, self._skipped.begin(elements)  # to undo the call
         try:
             while len(elements) < n:
                 if ahead.next == len(ahead.refs):
                     if not ahead.load(self.source, max(n - len(elements), _LEAST_TAKEN), first=first):
                         break
                     first = 0  # `load` has dropped the samples before it
-                snapshot, checks = self._skipped.snapshot(), self.keyed.check.remaining  # to undo one series
+                snapshot, checks_left = self._skipped.snapshot(), self.keyed.check.remaining  # to undo one series
                 fan, count = self._fan, self._parts_taken
                 try:
                     if fan is not None:
@@ -158,14 +158,14 @@ class Encode(ChunkedStage, ItemStage):
                         self._take_unbuilt(elements)
                     elif not (self._maps_series and self._map_series(elements, n)):
                         self._take_samples(elements, n)
-                except DrawFound:  # undo the series, which the next iteration repeats
+                except DrawFound:  # it drew unseeded: undo the series, which the next iteration repeats with seeds
                     self._skipped.roll_back(snapshot)
-                    self.keyed.check.remaining = checks
+                    self.keyed.check.remaining = checks_left
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
             self._skipped.roll_back(before)  # undo the whole call, because it returns no item
             ahead.next = first
-            self._fan = FanOut(self.keyed, ahead.opened[first], count=part) if part else None
+            self._fan = FanOut(self.keyed, ahead.opened[first], count=parts_taken) if parts_taken else None
             raise
         self._skipped.end(self.info.tags)
         self.counts["items"] += len(elements)

@@ -127,7 +127,7 @@ class EncoderCalls:
 
         `number` is its number in the lane, by which its random numbers are keyed.
         """
-        rng = Rng(self.key(info), (number, 0, 0))
+        rng = Rng(self.key(info), (number, 0, 0))  # in place of a sample's (index, epoch, part)
         return self._seeding.call_alone(self._call, self._combine, self._noun, rng, items, info, self._seeding)
 
     def selected(self, select: Callable[[list[Any], Rng], Any], items: list[Any], number: int, info: StageInfo) -> Any:

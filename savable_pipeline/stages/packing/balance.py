@@ -104,7 +104,7 @@ class Balance(ChunkedStage, ItemStage):
         self._rule = StepRule("Balance", self.lane, candidates=candidates, weight=8, costlier=4)
         self._buffer = ItemBuffer(self, max_bytes=max_buffer_bytes)  # oldest first
         self._packs: list[_WaitingPack] = []  # costs and arrivals of the packs in `_buffer`
-        self._skips_in_row = 0
+        self._consecutive_skips = 0
 
     def take(self, n: int) -> list[Element]:
         """Return the next pack in a list, which is empty at the end.
@@ -131,7 +131,7 @@ class Balance(ChunkedStage, ItemStage):
     def _count_yielded(self, waiting: _WaitingPack) -> None:
         """Count a pack as yielded."""
         waited_slots = self._rule.count - waiting.arrival
-        self._skips_in_row = 0
+        self._consecutive_skips = 0
         self._rule.count_yielded(waiting.cost)
         self.counts["packs"] += 1
         self.counts["held_slots"] += waited_slots
@@ -142,10 +142,10 @@ class Balance(ChunkedStage, ItemStage):
 
         Raises `EncodeError` for very many in a row. The stage upstream counts lost packs by reason.
         """
-        self._skips_in_row += 1
-        if self._skips_in_row >= self.info.max_empty:
+        self._consecutive_skips += 1
+        if self._consecutive_skips >= self.info.max_empty:
             raise EncodeError(
-                f"Balance: {self._skips_in_row:,} packs in a row were skipped, the last one with {skip.reason!r}. "
+                f"Balance: {self._consecutive_skips:,} packs in a row were skipped, the last one with {skip.reason!r}. "
                 "Change `pack`."
             )
 
@@ -222,6 +222,6 @@ class Balance(ChunkedStage, ItemStage):
     def settings(self) -> dict[str, Any]:
         """Return `candidates` and the name of the cost.
 
-        The settings of the encoder are included if it is not the one upstream.
+        The encoder's settings are included if this stage has an encoder of its own.
         """
         return {"candidates": self.candidates, "cost": self._costing.name, **self._calls.settings()}

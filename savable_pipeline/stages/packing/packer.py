@@ -244,7 +244,7 @@ class OnlinePacker(PackStage):
 
     def _rebuild(self, refs: list[ItemRef]) -> list[Element]:
         for ref in refs:
-            if isinstance(ref[0], tuple) and len(ref) != 3:
+            if isinstance(ref[0], tuple) and len(ref) != 3:  # the ref of a cut is (ref of its item, start, end)
                 raise CheckpointMismatchError(f"OnlinePacker: {ref} is no item. Use another copy of the checkpoint.")
         items = super()._rebuild([ref[0] if isinstance(ref[0], tuple) else ref for ref in refs])
         return [self._cut(item, ref) for item, ref in zip(items, refs, strict=True)]

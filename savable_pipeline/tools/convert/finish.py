@@ -69,7 +69,7 @@ def finish(
                 shards[shard.split].append(shard)
     check_keys(((jobs[0].keys if jobs else None) or frozenset()).difference(statistics.found))
     check_parts(options, statistics.parts or [""], {*statistics.parts, *statistics.dropped})
-    if not any(shards.values()) and (reject := next((each for each in rejected if each.reason == A_URL), None)):
+    if not any(shards.values()) and (reject := next((reject for reject in rejected if reject.reason == A_URL), None)):
         raise ValueError(f"{reject.file}: records name URLs, not files, such as {reject.detail}. {NO_FILES}")
     for split in splits:
         shards[split] = _joined(jobs, split, shards[split], options)

@@ -224,13 +224,13 @@ class SampleReader:
             parts.append(Part(CLASS, first, store.read(file, row, CLASS)))
         return self._sample_of(key, first, parts, lambda: first)
 
-    def _read_table(self, file: int, row: int, number: int) -> TarSample | None:
+    def _read_table(self, file: int, row: int, sample_number: int) -> TarSample | None:
         store, field, key = self._store, self._options.key_field, ""
         raw, start = store.raw(file, row)
-        name = partial(self._line_of, file, start, row)
+        line_name = partial(self._line_of, file, start, row)
         try:
             fields, body = store.parsed(file, raw, start)
-            key = f"{self._source.prefix}{number + 1:09d}" if field is None else _key_in(fields, field)
+            key = f"{self._source.prefix}{sample_number + 1:09d}" if field is None else _key_in(fields, field)
             if not self._wants(key):
                 return None
             files = store.files_of(file, fields)
@@ -240,7 +240,7 @@ class SampleReader:
                     key, address, sorted([(LINE, address, len(body), ""), *((*each[:3], "") for each in files)])
                 )
         except RecordError as error:
-            raise RejectedError(name(), key, str(error)) from error
+            raise RejectedError(line_name(), key, str(error)) from error
         if len(self.statistics.not_texts) < len(TEXT_FIELDS):
             self.statistics.not_texts.update(name for name in TEXT_FIELDS if not isinstance(fields.get(name), str))
         parts = [Part(LINE, address, body)] if self._writes(LINE) else []
@@ -248,7 +248,7 @@ class SampleReader:
             if self._writes(each.part):
                 parts.append(self._read_part(file, row, each.part, each.size, each.path))
                 self._count_use(each.path, each.size)
-        return self._sample_of(key, address, parts, name)
+        return self._sample_of(key, address, parts, line_name)
 
     def _count_use(self, path: str, size: int) -> None:
         """Count the use of a file that a record names."""
