@@ -149,7 +149,7 @@ class Encode(ChunkedStage, ItemStage):
                     if not ahead.load(self.source, max(n - len(elements), _LEAST_TAKEN), first=first):
                         break
                     first = 0  # `load` has dropped the samples before it
-                snapshot, checks_left = self._skipped.snapshot(), self.keyed.check.remaining  # to undo one series
+                snapshot, remaining_checks = self._skipped.snapshot(), self.keyed.check.remaining  # to undo one series
                 fan, count = self._fan, self._parts_taken
                 try:
                     if fan is not None:
@@ -160,7 +160,7 @@ class Encode(ChunkedStage, ItemStage):
                         self._take_samples(elements, n)
                 except DrawFound:  # it drew unseeded: undo the series, which the next iteration repeats with seeds
                     self._skipped.roll_back(snapshot)
-                    self.keyed.check.remaining = checks_left
+                    self.keyed.check.remaining = remaining_checks
                     self._fan = FanOut(self.keyed, fan.sample, count=count) if fan is not None else None
         except BaseException:
             self._skipped.roll_back(before)  # undo the whole call, because it returns no item

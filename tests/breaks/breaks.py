@@ -120,7 +120,7 @@ STAGES = [
         "faults of the environment lose and repeat nothing",
         "After an error in the middle of a fan-out, the parts that were given before come again.",
         _STAGES + "encode.py",
-        "            self._fan = FanOut(self.keyed, ahead.opened[first], count=part) if part else None\n",
+        "            self._fan = FanOut(self.keyed, ahead.opened[first], count=parts_taken) if parts_taken else None\n",
         "            self._fan = None\n",
         ("tests/stages/test_encode.py", "tests/stages/test_on_error.py"),
         caught_by="tests/stages/test_encode.py::test_sample_is_retried_after_an_error_without_loss_or_repetition[False-1-1]",

@@ -155,7 +155,7 @@ class Packing:
         raise NotImplementedError
 
     def last(self) -> OpenPack | None:
-        """Return the next pack once there are no more pieces, or None if all packs are yielded."""
+        """Return the next pack after the last piece, or None after the last pack."""
         return self.packs[0] if self.packs else None
 
     def pieces(self) -> Iterator[Piece]:
@@ -291,7 +291,7 @@ class FirstFitDecreasing(Packing):
         return self.packs[0] if self.packs else None
 
     def last(self) -> OpenPack | None:
-        """Return the next pack once there are no more pieces, or None if all packs are yielded."""
+        """Return the next pack after the last piece, or None after the last pack."""
         if self.waiting:
             self._pack_all(unpack_last=False)
         return self.due()
@@ -375,7 +375,7 @@ class ByFunction(Packing):
         return super().last()
 
     def last(self) -> OpenPack | None:
-        """Return the next pack once there are no more pieces, or None if all packs are yielded."""
+        """Return the next pack after the last piece, or None after the last pack."""
         if self.waiting and not self.packs:
             self._pack_all()
         return super().last()

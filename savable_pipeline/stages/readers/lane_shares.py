@@ -218,7 +218,10 @@ class LaneShares:
         return np.array([*(begin for begin, _ in spans), spans[-1][1]], dtype=np.int64)
 
     def in_file_order(self, epoch: int, start: int, stop: int) -> Positions:
-        """Return the positions in an epoch of the lane's samples `start` to `stop - 1` in file order: int64 (any,)."""
+        """Return positions in file order of the lane's samples `start` to `stop - 1`.
+
+        They are int64 (any,).
+        """
         return sequential_positions(start, stop, self._turn_of(self.lane.index, epoch), self.lane.count, self.cut)
 
     def warn_of_few(self, address: str, chosen: Hashable) -> None:
