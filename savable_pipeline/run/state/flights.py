@@ -125,7 +125,7 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     without its entry, if the state was saved with `acknowledge`, and for an entry of another save.
     """
     found = {}
-    next_batch = state["epoch"] << EPOCH_SHIFT | state["slot"]
+    next_batch_number = state["epoch"] << EPOCH_SHIFT | state["slot"]
     lanes = [name for name in state if name.startswith("lane_")] if state.get(ACKNOWLEDGE) else []
     if missing := [name for name in lanes if name.replace("lane", "flight") not in state]:
         raise CheckpointMismatchError(
@@ -135,12 +135,12 @@ def read_flights(state: Mapping[str, Any]) -> dict[int, list[Flight]]:
     for name, raw in state.items():
         if number := _FLIGHT.fullmatch(name):
             with restoring(name):
-                found[int(number[1])] = _read_lane(name, int(number[1]), raw, state, next_batch)
+                found[int(number[1])] = _read_lane(name, int(number[1]), raw, state, next_batch_number)
     return found
 
 
-def _read_lane(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch: int) -> list[Flight]:
-    """Return the batches in flight in the entry `name` of a lane. All must be before `next_batch`."""
+def _read_lane(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_batch_number: int) -> list[Flight]:
+    """Return the batches in flight in the entry `name` of a lane. All must be before `next_batch_number`."""
     saved, lanes = unpack_state(raw, _LaneFlights, name), state["lanes"]
     if saved.saved_with != _lane_checksum(state, lane):
         raise CheckpointMismatchError(f"{name} was saved with another lane_{lane:05d}. Take both from one checkpoint.")
@@ -151,7 +151,7 @@ def _read_lane(name: str, lane: int, raw: bytes, state: Mapping[str, Any], next_
             batch = each.epoch << EPOCH_SHIFT | number * lanes + lane
             flight = Flight(batch, ref.copy(), _rows_of(ref), int.from_bytes(mask, "little"), size)
             before = flights[-1].batch if flights else -1
-            is_yielded = before < batch < next_batch and number * lanes + lane <= SLOT_MASK
+            is_yielded = before < batch < next_batch_number and number * lanes + lane <= SLOT_MASK
             is_filled = not size or flight.rows <= size <= MOST_ROWS
             if not is_yielded or flight.done >> flight.rows or not flight.open_rows or not is_filled:
                 rows = f"{flight.rows} rows of {size}, done {flight.done:#x}"
