@@ -96,7 +96,7 @@ class Seeding:
         self._seeder = cache(lambda: seeder(setting))  # only a seeded call imports torch
         self.seed: Callable[[int], None] | None = None
         self._may_watch, self._watches, self._tries = setting is None, False, 0
-        self._second_runs = 0 if in_thread else _SECOND_RUNS
+        self._remaining_second_runs = 0 if in_thread else _SECOND_RUNS
 
     def series(self, calls: int) -> Self:
         """Return a context for a series of `calls` calls, which yields `seed`.
@@ -156,14 +156,14 @@ class Seeding:
             raise DrawFound
 
     def wants_second_run(self) -> bool:
-        """Return whether to repeat the call from another state, and compare the results."""
-        return self._watches and self._second_runs > 0
+        """Return whether to run the call again from other start states, to compare."""
+        return self._watches and self._remaining_second_runs > 0
 
     def start_second_run(self) -> None:
-        """Start from other states. Raises `DrawFound` if the first run of the call drew."""
+        """Set start states for a second run. Raises `DrawFound` if the first one drew."""
         self.check()
         if self._watches:
-            self._second_runs -= 1
+            self._remaining_second_runs -= 1
 
     def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a series of its own, and return its result.

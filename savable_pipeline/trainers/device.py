@@ -82,7 +82,7 @@ class OnDevice:
         return self._run.epoch_of(self._progress.current.yielded)
 
     def __iter__(self) -> OnDevice:
-        warn_unsaved(caller(), self._run.position, restarts=self._run.settings.restarts)
+        warn_unsaved(caller(), self._run.position, restarts_on_iter=self._run.settings.restarts_on_iter)
         self._repeats = []
         if settings_of(self.loader).on_iter == "restart":  # the first iteration after a load continues
             self._progress.current = _Progress(self._progress.current.yielded)

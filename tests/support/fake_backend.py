@@ -85,4 +85,5 @@ class FakeBackend:
 def fake_run(backend: Backend, shards: Any, *, lanes: int, epochs: int | None = None, **settings: Any) -> Run:
     """Return a run with a backend. Of the data at `shards`, only whether it is finite matters."""
     pipeline = partial(number_pipeline, str(shards), epochs=epochs)
-    return Run(LoaderSettings(pipeline, seed=0, lanes=lanes, **settings), agree=lambda vote: vote, backend=backend)
+    loader_settings = LoaderSettings(pipeline, seed=0, lanes=lanes, **settings)
+    return Run(loader_settings, vote_function=lambda vote: vote, backend=backend)

@@ -306,7 +306,7 @@ def expected(settings: LoaderSettings, slots: int, exclusions: Exclusions) -> di
     remaining = list(exclusions)
     with (run := Run(replace(settings, acknowledge=False, ranks=(0, 1)))):
         for _ in range(slots):
-            while remaining and remaining[0][0] == run.position.next_batch:
+            while remaining and remaining[0][0] == run.position.next_batch_number:
                 run.reconfigure(exclude=[f"s{number:06d}" for number in remaining.pop(0)[1]])
             batch = next(iter(run))
             after = run.position.previous or run.position

@@ -514,6 +514,7 @@ def can_skip(last: Stage, status: WorkerStatus, error: WorkerError) -> bool:
 
 def _stage_at(last: Stage, status: WorkerStatus) -> Stage | None:
     """Return the stage of a status, found upstream of the `last` one, or None."""
+    # The stages of several sources may have the same depth. The index of a sample has the tag of its source.
     tag = tag_of(status.sample or 0)
     stages = (stage for stage in upstream(last) if stage.info.depth == status.depth and tag in stage.info.tags)
     return next(stages, None)

@@ -71,7 +71,8 @@ class LedgerFiles:
             raise SavableError(f"{folder}: ledgers of several runs (other seeds or lanes). Use one folder for each.")
         groups = _grouped(starts)
         self._files = _with_cuts(groups)
-        self.together = [[start for _, start in group] for group in groups]  # first records, by common start
+        # for each start of the run, the first records of the files of its ranks
+        self.starts_together = [[start for _, start in group] for group in groups]
 
     @property
     def starts(self) -> list[records.Start]:
@@ -108,10 +109,8 @@ class LedgerFiles:
         Old files may have no records of counters.
         """
         for file in self._files:
-            yield (
-                file.start,
-                [record for record in records.read_records(file.path) if isinstance(record, records.Numbers)],
-            )
+            numbers = [record for record in records.read_records(file.path) if isinstance(record, records.Numbers)]
+            yield file.start, numbers
 
     def find(self, tag: int, indices: set[int]) -> Iterator[tuple[int, RecordedBatch, int]]:
         """Yield (sample index, batch, rows as a bit mask) for these samples of a source.
@@ -189,7 +188,7 @@ def _grouped(starts: list[tuple[Path, records.Start]]) -> list[list[tuple[Path, 
     alone: dict[tuple[EpochSlot, int], list[int]] = {}
     earlier: dict[int, int] = {}  # by rank, the index of the first group that is before all of its starts so far
     for group in reversed(numbered.values()):
-        (_, start), index = group[0], len(groups)
+        (_, start), index = group[0], len(groups)  # a new group, unless this file fits one that exists
         if len(group) == 1:
             candidates = alone.setdefault((start.position, start.world_size), [])
             index = next((each for each in candidates if each >= earlier.get(start.rank, 0)), index)
@@ -208,7 +207,7 @@ def _rank(entry: tuple[Path, records.Start]) -> int:
 def _with_cuts(groups: list[list[tuple[Path, records.Start]]]) -> list[_LedgerFile]:
     """Return the files in the order of time.
 
-    The `cut` of each is the position from which a later start replaces its records.
+    The `cut` of each is the earliest position from which a later start resumes.
     """
     cut, files = _NEVER, []
     for start_number, group in reversed(list(enumerate(groups))):

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 _HEAD = 8  # bytes of length and checksum
-_CONSTANT = 8  # added to the width of a column's numbers if all are equal, so that only one follows
+_ONE_NUMBER = 8  # added to the first byte of a column, its width, if all numbers are equal and only one follows
 
 
 class LedgerSource(msgspec.Struct, array_like=True, frozen=True):
@@ -112,7 +112,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True, tag=1):
         """Samples of the batch."""
         columns = [unpack_column(column, self.items) for column in (self.indices, self.epochs, self.parts)]
         rows = unpack_column(self.rows, self.items) if self.rows else None
-        return BatchSamples((), (np.stack(columns, axis=1), rows))
+        return BatchSamples(arrays=(np.stack(columns, axis=1), rows))
 
 
 class LaneAt(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -185,21 +185,21 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     try:
         with path.open("rb") as file:
-            first = True
+            is_first = True
             while head := file.read(_HEAD):
                 body = file.read(int.from_bytes(head[:4], "little"))
                 if len(head) < _HEAD or zlib.crc32(body) != int.from_bytes(head[4:], "little"):
                     break
                 record = _decode(body)
-                if first and (not isinstance(record, Start) or record.format != FORMAT):
+                if is_first and (not isinstance(record, Start) or record.format != FORMAT):
                     break
-                first = False
+                is_first = False
                 yield record
             else:
                 return
     except (OSError, msgspec.MsgspecError) as error:
         raise SavableError(f"{path}: damaged ledger ({error}). Use another copy of the file.") from error
-    if first:
+    if is_first:
         fix = "Remove it, or read it with the version that wrote it."
         raise SavableError(f"{path}: not a ledger of this version. {fix}")
     log.warning("%s: the last record is incomplete. All records before it were read.", path)
@@ -214,26 +214,29 @@ def pack_column(numbers: Integers) -> bytes:
 
 
 def _packed(numbers: Integers, least: int, most: int) -> bytes:
-    """Pack integers with this minimum and maximum: a byte for their width, then the integers or the only one."""
-    size = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+    """Pack integers with this minimum and maximum.
+
+    The first byte has their width, the number of bytes of each. All integers follow, or only one if they are equal.
+    """
+    width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     if least == most:
-        return bytes([_CONSTANT + size]) + most.to_bytes(size, "little")
-    return bytes([size]) + numbers.astype(f"<u{size}").tobytes()
+        return bytes([_ONE_NUMBER + width]) + most.to_bytes(width, "little")
+    return bytes([width]) + numbers.astype(f"<u{width}").tobytes()
 
 
 def unpack_column(packed: bytes, count: int) -> Integers:
-    """Return the `count` integers in a packed column: int64 (count,).
+    """Return the `count` integers of a packed column: int64 (count,).
 
-    Raises `SavableError` if it has another number of them.
+    An empty column has none. Raises `SavableError` if the column has more or fewer than `count`.
     """
-    width = packed[0] if packed else 1
-    size = width - _CONSTANT if width > _CONSTANT else width
-    expected = size if width > _CONSTANT else size * count
-    if size not in (1, 2, 4, 8) or len(packed) - bool(packed) != expected:
+    first_byte = packed[0] if packed else 1
+    has_one_number = first_byte > _ONE_NUMBER
+    width = first_byte - _ONE_NUMBER if has_one_number else first_byte
+    if width not in (1, 2, 4, 8) or max(0, len(packed) - 1) != (width if has_one_number else width * count):
         problem = "the ledger is damaged: a column and its batch differ in length"
         raise SavableError(f"{problem}. Use another copy of the file.")
-    found = np.frombuffer(packed, f"<u{size}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
-    return np.repeat(found, count) if width > _CONSTANT else found
+    numbers = np.frombuffer(packed, f"<u{width}", offset=1).astype(np.int64) if packed else np.empty(0, np.int64)
+    return np.repeat(numbers, count) if has_one_number else numbers
 
 
 SUFFIX = ".ledger"

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 Acknowledgement: TypeAlias = Literal["done", "dropped", "again"]
-# by kind and reason: the rows of each batch as bits
-Outcomes: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]
+# by kind and reason: the rows of each batch as bits, by the number of the batch
+AcknowledgedRows: TypeAlias = dict[tuple[Acknowledgement, str], dict[int, int]]
 _NOT_REBUILT = "can no longer be made"  # reason of rows whose samples are excluded or removed
 
 
@@ -59,17 +59,12 @@ class OpenFlight(flights.Flight, gc=False):
     to_repeat: int = 0
     issued: IssuedReceipts | None = None
 
-    @property
-    def out(self) -> int:
-        """Return the rows that were yielded and not acknowledged, as bits."""
-        return self.open_rows & ~self.to_repeat
-
 
 class _Lane:
     """A lane's batches in flight, in ascending order, and their packed form until they change.
 
-    `columns` has the same batches in columns, as long as none of their rows is done, or None. Batches are added when
-    they are yielded. So saving a state after thousands of batches does not read each batch again.
+    `columns` has the same batches in columns as long as none of their rows is done, else it is None. Batches are added
+    soon after they are yielded. So saving a state after thousands of batches does not read each batch again.
     """
 
     def __init__(self) -> None:
@@ -77,18 +72,18 @@ class _Lane:
         self.packed: tuple[bytes, bytes] | None = None  # the checksum of the lane's state, and the packed batches
         self.columns: flights.EpochFlights | None = None
 
-    def add_to_columns(self, flight: OpenFlight, number: int) -> None:
+    def add_to_columns(self, flight: OpenFlight, round_number: int) -> None:
         """Add a batch to the columns if they have all batches before it.
 
-        `number` is that of its round.
+        `round_number` is its slot divided by the number of lanes.
         """
         if flight.batch == next(iter(self.flights), None):
             self.columns = flights.EpochFlights(flight.batch >> flights.EPOCH_SHIFT, [], [], [])
         columns = self.columns
         if columns is None or flight.done or flight.size:
             self.columns = None
-        elif not columns.rounds or number > columns.rounds[-1]:  # else of a later epoch, or added already
-            columns.rounds.append(number)
+        elif not columns.rounds or round_number > columns.rounds[-1]:  # else of a later epoch, or added already
+            columns.rounds.append(round_number)
             columns.refs.append(flight.ref)  # type: ignore[arg-type]
 
     def in_columns(self, lanes: int) -> list[flights.EpochFlights]:
@@ -105,7 +100,7 @@ class _Lane:
 class Acknowledgements:
     """Table of a rank's unacknowledged rows.
 
-    If `is_recording`, it records acknowledgements for `pop_outcomes`.
+    If `is_recording`, it records acknowledgements for `pop_acknowledged`.
     """
 
     def __init__(self, ranks: Ranks, lanes: int, *, is_recording: bool) -> None:
@@ -113,10 +108,10 @@ class Acknowledgements:
         self._lock = Lock()
         self._freed = Condition(self._lock)  # notified when rows are acknowledged
         self._is_awaited = False  # whether `wait` was ever called, so that `_freed` must be notified
-        self._counts: Counter[tuple[str, str]] = Counter()  # number of rows by outcome and reason
-        self._acknowledged: Outcomes = {}
+        self._counts: Counter[tuple[str, str]] = Counter()  # number of rows by kind and reason
+        self._acknowledged: AcknowledgedRows = {}
         self._issued: dict[int, IssuedReceipts] = {}  # receipts built in advance, by batch
-        self._unpacked: list[OpenFlight] = []  # batches yielded since they were last packed
+        self._new_flights: list[OpenFlight] = []  # batches yielded since the last call of `_encode_new_refs`
         self.load([], 0)
 
     def load(self, saved: Iterable[flights.Flight], least_count: int, lost: Mapping[int, int] = {}) -> None:
@@ -129,7 +124,7 @@ class Acknowledgements:
         with self._lock:
             self._lanes = {lane: _Lane() for lane in self._ranks.lanes(self._lane_count)}
             for flight in loaded:
-                self._lanes[(flight.batch & flights.SLOTS) % self._lane_count].flights[flight.batch] = flight
+                self._lanes[(flight.batch & flights.SLOT_MASK) % self._lane_count].flights[flight.batch] = flight
             self._by_tensor: dict[int, OpenFlight] = {}  # batches by the `id` of the tensor of their receipts
             self._pending = 0  # number of rows yielded and not acknowledged
             self.waiting = deque(  # batches to repeat, in this order; other threads add to it
@@ -149,7 +144,7 @@ class Acknowledgements:
     def _set_rows(self, flight: OpenFlight, done: int, to_repeat: int) -> None:
         """Set the rows of a batch that are done, and those to repeat. Remove the batch if all are done."""
         batch, all_rows, issued = flight.batch, (1 << flight.rows) - 1, flight.issued
-        lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
+        lane = self._lanes[(batch & flights.SLOT_MASK) % self._lane_count]
         pending = self._pending + (all_rows & ~(done | to_repeat)).bit_count()
         pending -= (all_rows & ~(flight.done | flight.to_repeat)).bit_count()
         key = 0 if issued is None else id(issued.tensor)
@@ -168,51 +163,52 @@ class Acknowledgements:
                 self._drop_lost(flight, lost(flight))
             self._freed.notify_all()
 
-    def _drop_lost(self, flight: OpenFlight, rows: int) -> None:
+    def _drop_lost(self, flight: OpenFlight, row_bits: int) -> None:
         """Count these rows of a batch as dropped, because their data no longer exist."""
-        if rows:
-            self._set_rows(flight, flight.done | rows, flight.to_repeat)
-            self._record(flight.batch, rows, "dropped", _NOT_REBUILT)
+        if row_bits:
+            self._set_rows(flight, flight.done | row_bits, flight.to_repeat)
+            self._record(flight.batch, row_bits, "dropped", _NOT_REBUILT)
 
     def cancel_unreceived(self, batches: int) -> None:
         """Undo the last `issue` or `issue_again` if its step was interrupted.
 
-        It was, if the batch's number is not below `batches`, the number of batches that the rank got.
+        `batches` is the number of batches that the rank got. The step was interrupted if its batch is not among them.
         """
-        number, flight, rows = self._last or (-1, None, 0)
+        number, flight, row_bits = self._last or (-1, None, 0)
         if flight is None or number < batches:
             return
         with self._lock:
             if flight.number == number:
-                self._set_rows(flight, rows, 0)
+                self._set_rows(flight, row_bits, 0)
             else:
                 if not self.waiting or self.waiting[0] is not flight:
                     self.waiting.appendleft(flight)
-                self._set_rows(flight, flight.done, flight.to_repeat | rows)
+                self._set_rows(flight, flight.done, flight.to_repeat | row_bits)
             self._last = None
 
-    def wait(self, rows: int, most: int, timeout_s: float) -> None:
-        """Wait until at most `most` rows are in flight together with `rows` new ones.
+    def wait(self, new_count: int, most: int, timeout_s: float) -> None:
+        """Wait until at most `most` rows are in flight together with `new_count` new ones.
 
         Raises `SavableError` after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_awaited = True
-            while self._pending and self._pending + rows > most:
+            while self._pending and self._pending + new_count > most:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 or not self._freed.wait(remaining_s):
                     raise SavableError(
-                        f"{self._pending} rows are in flight and the next batch has {rows}, more than "
+                        f"{self._pending} rows are in flight and the next batch has {new_count}, more than "
                         f"max_in_flight={most}. Call acknowledge or drop: this rank waited {timeout_s:g} s."
                     )
 
     def issue(self, number: int, batch: int, delivery: Delivery, size: int = 0) -> torch.Tensor:
         """Add a new batch, and return its receipts.
 
-        `number` is the number of batches that the rank got before, and `size` the number of rows with padding, or 0.
+        `number` is the number of batches that the rank got before. `size` is the number of rows including padding rows,
+        or 0 if batches are not padded.
         """
-        rows, lane = delivery.rows, self._lanes[(batch & flights.SLOTS) % self._lane_count]
+        rows, lane = delivery.rows, self._lanes[(batch & flights.SLOT_MASK) % self._lane_count]
         if not rows:
             return receipts_of(batch, size)
         if size > rows:
@@ -221,24 +217,28 @@ class Acknowledgements:
             if batch not in self._issued or len(self._issued[batch].memory) != rows:
                 self._issued = next_receipts(batch, rows, self._ranks.world_size)
                 with self._lock:
-                    self._pack_new_flights()
+                    self._encode_new_refs()
             issued = self._issued.pop(batch)
         flight = OpenFlight(batch, delivery.ref, rows, 0, size, number, 0, issued)
-        self._unpacked.append(flight)
+        self._new_flights.append(flight)
         key, last = id(issued.tensor), (number, flight, (1 << rows) - 1)
-        with self._lock:  # make no calls here
+        with self._lock:  # make no calls here, so that Ctrl-C comes before or after the assignments
             self._last, lane.flights[batch], lane.packed, self._pending = last, flight, None, self._pending + rows
             self._by_tensor[key] = flight
         return issued.tensor
 
-    def _pack_new_flights(self) -> None:
-        """Pack the new batches that still have open rows, many at once, which is faster."""
-        for flight in self._unpacked:
+    def _encode_new_refs(self) -> None:
+        """Encode the refs of new batches, and add the batches to their lanes' columns.
+
+        These are the batches yielded since the last call, without those of which all rows are acknowledged. A call for
+        each batch would take longer.
+        """
+        for flight in self._new_flights:
             if flight.open_rows:
-                flight.pack()
-                slot = flight.batch & flights.SLOTS
+                flight.encode_ref()
+                slot = flight.batch & flights.SLOT_MASK
                 self._lanes[slot % self._lane_count].add_to_columns(flight, slot // self._lane_count)
-        self._unpacked = []
+        self._new_flights = []
 
     def issue_again(self, number: int, remaining: Iterable[int]) -> int:
         """Record that the first waiting batch is repeated, and return its rows as bits.
@@ -248,30 +248,30 @@ class Acknowledgements:
         with self._lock:
             flight = self.waiting[0]
             self._drop_lost(flight, flight.open_rows & ~sum(1 << row for row in remaining))
-            rows = flight.to_repeat & flight.open_rows
-            self._counts["repeated", ""] += rows.bit_count()
-            self._last = number, flight, rows
+            row_bits = flight.to_repeat & flight.open_rows
+            self._counts["repeated", ""] += row_bits.bit_count()
+            self._last = number, flight, row_bits
             self._set_rows(flight, flight.done, 0)
             self.waiting.popleft()
-        return rows
+        return row_bits
 
     def acknowledge(self, receipts: Any, kind: Acknowledgement, reason: str = "") -> None:
-        """Record the outcome of rows. Raises ValueError for anything but receipts."""
+        """Record how rows were acknowledged. Raises ValueError for anything but receipts."""
         flight, invalid_count = self._by_tensor.get(id(receipts)), 0
         issued: Any = flight and flight.issued
-        # Was the tensor neither changed nor moved to shared memory?
+        # Is this the yielded tensor, neither changed nor moved to shared memory?
         if flight and issued.memory.tobytes() == issued.raw and receipts.data_ptr() == issued.pointer:
             if kind != "again" and self._acknowledge_whole(flight, kind, reason):
                 return
-            rows_by_batch = {flight.batch: (1 << flight.rows) - 1}
+            bits_by_batch = {flight.batch: (1 << flight.rows) - 1}
         else:
-            rows_by_batch, invalid_count = rows_of(receipts)
+            bits_by_batch, invalid_count = rows_of(receipts)
         with self._lock:
-            for batch, rows in rows_by_batch.items():
-                known = self._acknowledge_rows(batch, rows, kind)
-                invalid_count += (rows ^ known).bit_count()
-                if known:
-                    self._record(batch, known, kind, reason)
+            for batch, row_bits in bits_by_batch.items():
+                known_bits = self._acknowledge_rows(batch, row_bits, kind)
+                invalid_count += (row_bits ^ known_bits).bit_count()
+                if known_bits:
+                    self._record(batch, known_bits, kind, reason)
             if invalid_count:
                 self._counts["unknown", ""] += invalid_count
             if self._is_awaited:
@@ -283,11 +283,11 @@ class Acknowledgements:
         This special case of `_acknowledge_rows` takes half the time. With most trainers, there is no other case.
         """
         batch, rows, key = flight.batch, flight.rows, id(flight.issued.tensor)  # type: ignore[union-attr]
-        lane = self._lanes[(batch & flights.SLOTS) % self._lane_count]
+        lane = self._lanes[(batch & flights.SLOT_MASK) % self._lane_count]
         with self._lock:
             if flight.done or flight.to_repeat or key not in self._by_tensor:
                 return False
-            # Make no calls here: Ctrl-C comes before, or after.
+            # Make no calls in the next two statements, so that Ctrl-C comes before or after them.
             flight.done, lane.packed, lane.columns, self._pending = (1 << rows) - 1, None, None, self._pending - rows
             del lane.flights[batch], self._by_tensor[key]
             if self._is_recording:
@@ -298,78 +298,84 @@ class Acknowledgements:
                 self._freed.notify_all()
         return True
 
-    def _acknowledge_rows(self, batch: int, rows: int, kind: Acknowledgement) -> int:
+    def _acknowledge_rows(self, batch: int, row_bits: int, kind: Acknowledgement) -> int:
         """Acknowledge those of the rows of a batch that are in flight, and return these as bits."""
-        lane = self._lanes.get((batch & flights.SLOTS) % self._lane_count)
+        lane = self._lanes.get((batch & flights.SLOT_MASK) % self._lane_count)
         if lane is None:
-            rows &= 0 if kind == "again" else ~self._foreign_acks.get(batch, 0)
-            if rows:  # the batch is of another rank
-                self._foreign_acks[batch] = self._foreign_acks.get(batch, 0) | rows
-            return rows
+            row_bits &= 0 if kind == "again" else ~self._foreign_acks.get(batch, 0)
+            if row_bits:  # the batch is of another rank
+                self._foreign_acks[batch] = self._foreign_acks.get(batch, 0) | row_bits
+            return row_bits
         if (flight := lane.flights.get(batch)) is None:
             return 0
-        rows &= (1 << flight.rows) - 1 & ~flight.done
+        row_bits &= flight.open_rows
         if kind != "again":
-            self._set_rows(flight, flight.done | rows, flight.to_repeat)
-            return rows
-        if (rows := rows & ~flight.to_repeat) and not flight.to_repeat:
+            self._set_rows(flight, flight.done | row_bits, flight.to_repeat)
+            return row_bits
+        if (row_bits := row_bits & ~flight.to_repeat) and not flight.to_repeat:
             self.waiting.append(flight)
-        self._set_rows(flight, flight.done, flight.to_repeat | rows)
-        return rows
+        self._set_rows(flight, flight.done, flight.to_repeat | row_bits)
+        return row_bits
 
-    def _record(self, batch: int, rows: int, kind: Acknowledgement, reason: str) -> None:
-        """Count rows by their outcome, and record them for `pop_outcomes`."""
-        self._counts[kind, reason] += rows.bit_count()
+    def _record(self, batch: int, row_bits: int, kind: Acknowledgement, reason: str) -> None:
+        """Count acknowledged rows of a batch, and record them for `pop_acknowledged`."""
+        self._counts[kind, reason] += row_bits.bit_count()
         if self._is_recording:
             recorded = self._acknowledged.setdefault((kind, reason), {})
-            recorded[batch] = recorded.get(batch, 0) | rows
+            recorded[batch] = recorded.get(batch, 0) | row_bits
 
-    def pop_outcomes(self) -> Outcomes:
-        """Return the acknowledgements recorded since the last call."""
+    def pop_acknowledged(self) -> AcknowledgedRows:
+        """Return the rows acknowledged since the last call."""
         with self._lock:
-            recorded, self._acknowledged = self._acknowledged, {}
-        return recorded
+            acknowledged, self._acknowledged = self._acknowledged, {}
+        return acknowledged
 
     def in_flight(self) -> InFlight:
-        """Return the number of unacknowledged rows, and the oldest.
+        """Return the number of unacknowledged rows, and the receipt of the oldest.
 
         Rows to repeat count, too.
         """
         with self._lock:
-            rows = {batch: flight.open_rows for lane in self._lanes.values() for batch, flight in lane.flights.items()}
-        oldest = min(rows, default=None)
-        first = None if oldest is None else (oldest, (rows[oldest] & -rows[oldest]).bit_length() - 1)
-        return InFlight(sum(map(int.bit_count, rows.values())), first)
+            bits = {batch: flight.open_rows for lane in self._lanes.values() for batch, flight in lane.flights.items()}
+        oldest = min(bits, default=None)
+        # the row of the lowest bit that is set
+        receipt = None if oldest is None else (oldest, (bits[oldest] & -bits[oldest]).bit_length() - 1)
+        return InFlight(sum(map(int.bit_count, bits.values())), receipt)
 
     def numbers(self) -> dict[str, int]:
-        """Return the numbers of rows by outcome, and of rows in flight."""
+        """Return counts of acknowledged rows, by kind and reason, and of rows in flight."""
         with self._lock:
-            by_name = {"/".join(filter(None, ("acknowledged", *name))): rows for name, rows in self._counts.items()}
+            by_name = {"/".join(filter(None, ("acknowledged", *key))): count for key, count in self._counts.items()}
         return by_name | {"in_flight": self.in_flight().rows}
 
-    def state(self, batches: int, next_batch: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
+    def state(self, batches: int, next_batch_number: int, saved: Mapping[str, Any]) -> dict[str, bytes]:
         """Return the state's entries after the rank got `batches` batches.
 
-        `next_batch` is the number of the first batch after that, as in receipts. `saved` has the lanes' states.
+        `next_batch_number` is the number of the next step's first batch, as in receipts. `saved` has the lanes' states.
         """
         with self._lock:
-            self._pack_new_flights()
+            self._encode_new_refs()
             entries = {
                 flights.flights_name(number): self._packed(number, lane, batches, checksum(saved[lane_name(number)]))
                 for number, lane in self._lanes.items()
             }
-            acks = {batch: rows for batch, rows in self._foreign_acks.items() if batch < next_batch}
+            acks = {batch: bits for batch, bits in self._foreign_acks.items() if batch < next_batch_number}
         return entries | flights.packed_acks(self._ranks.rank, acks)
 
     def _packed(self, number: int, lane: _Lane, batches: int, saved_with: bytes) -> bytes:
-        """Return the packed batches in flight of a lane, without those after the first `batches` of the rank."""
+        """Return the packed batches in flight of a lane, without those after the first `batches` of the rank.
+
+        `saved_with` is the checksum of the lane's state.
+        """
         newest = next(reversed(lane.flights.values()), None)
         if newest is not None and newest.number >= batches:  # the state is earlier than the newest batches
             earlier = [flight for flight in lane.flights.values() if flight.number < batches]
             return flights.packed_flights(number, flights.flight_columns(earlier, self._lane_count), saved_with)
-        if lane.packed is None or lane.packed[0] != saved_with:
-            lane.packed = saved_with, flights.packed_flights(number, lane.in_columns(self._lane_count), saved_with)
-        return lane.packed[1]
+        packed_with, packed = lane.packed or (b"", b"")
+        if packed_with != saved_with or lane.packed is None:
+            packed = flights.packed_flights(number, lane.in_columns(self._lane_count), saved_with)
+            lane.packed = saved_with, packed
+        return packed
 
     def agree(
         self, own: dict[int, list[flights.Flight]], merged: dict[int, list[flights.Flight]], acks: dict[int, int]
@@ -387,11 +393,11 @@ class Acknowledgements:
                     if (current := self._lanes[lane].flights.get(flight.batch)) is not None:
                         acknowledged = flight.open_rows & ~open_rows.get(flight.batch, 0)
                         self._set_rows(current, current.done | acknowledged, current.to_repeat)
-            for batch, rows in acks.items():
-                if not self._foreign_acks[batch] & ~rows:
+            for batch, received_bits in acks.items():
+                if not self._foreign_acks[batch] & ~received_bits:
                     del self._foreign_acks[batch]
                 else:
-                    self._foreign_acks[batch] &= ~rows
+                    self._foreign_acks[batch] &= ~received_bits
             self._freed.notify_all()
 
 
@@ -417,16 +423,16 @@ class IssuedReceipts(NamedTuple):
         return [cls(tensor, row.tobytes(), row, tensor.data_ptr()) for tensor, row in zip(tensors, rows, strict=True)]
 
 
-def receipts_of(batch: int, size: int, rows: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
+def receipts_of(batch: int, size: int, row_bits: int = 0, numbers: Sequence[int] | None = None) -> torch.Tensor:
     """Return `size` receipts of a batch: int64 (size, 2).
 
-    They are -1 for padding, and for rows that are not in the bits `rows`. `numbers` has the row numbers of the batch,
+    They are -1 for padding, and for rows that are not in `row_bits`. `numbers` has the row numbers of the batch,
     by default 0 to `size` - 1. If there are fewer, padding follows.
     """
     import torch
 
     numbers = range(size) if numbers is None else numbers
-    receipts = [(batch, row) if rows >> row & 1 else (-1, -1) for row in numbers]
+    receipts = [(batch, row) if row_bits >> row & 1 else (-1, -1) for row in numbers]
     receipts += [(-1, -1)] * (size - len(receipts))
     return torch.tensor(receipts, dtype=torch.int64).reshape(-1, 2)
 

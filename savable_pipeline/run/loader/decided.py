@@ -47,8 +47,8 @@ def reconfigure(
 ) -> Decisions:
     """Return the decisions of `before`, changed by the arguments.
 
-    `slot` has its epoch, as in receipts. `last` is the last stage of a lane. Raises ValueError for impossible
-    decisions, such as weights that are negative or all 0.
+    `slot` is the first slot that the change affects, as `epoch << 40 | slot`. `last` is the last stage of a lane.
+    Raises ValueError for impossible decisions, such as weights that are negative or all 0.
     """
     if weights is None and exclude is None and max_length is None:
         raise ValueError("reconfigure: pass weights=, exclude= or max_length=")

@@ -92,7 +92,7 @@ class EpochEnds:
         """
         slots = self._settings.epoch_slots
         finished = None if position.iterator == "ended" else position.previous
-        if slots is None or self._settings.restarts:
+        if slots is None or self._settings.restarts_on_iter:
             return position.epoch if finished is None else finished.epoch
         return position.slot // slots - (1 if finished else 0)
 
@@ -109,9 +109,10 @@ class EpochEnds:
         slots = self._settings.epoch_slots
         if slots is None or after.slot // slots == position.slot // slots:
             return after
-        if self._settings.restarts:
+        if self._settings.restarts_on_iter:
             return after.next_epoch(0)
-        return replace(after, history=History(total=after.history.total), previous=replace(after, previous=None))
+        history = History(batch_count=after.history.batch_count)
+        return replace(after, history=history, previous=replace(after, previous=None))
 
     def _steps(self, slots: int, step: int) -> int:
         """Return the number of steps in this many slots, of which each takes `step`."""
@@ -143,7 +144,7 @@ class EpochEnds:
     def _known_end(self, position: Position, vote: Callable[[int], int]) -> int | None:
         """Return the slot at which this epoch ends, or None if that is unknown before its first batch."""
         end = self.counted(position.epoch)
-        if end is None and self._settings.restarts and position.step > 1:
+        if end is None and self._settings.restarts_on_iter and position.step > 1:
             # ranks may leave their loops at different batches, so they must not vote in the middle of an epoch
             self._ends[0] = end = vote(self._count_epoch(position))
         return end
@@ -169,7 +170,7 @@ class EpochEnds:
         counts = self._prefetcher.uncounted.items() if finished.end == 0 else ()
         skipped = {name: int(n) for name, n in counts if "/skipped/" in name and "/source/" not in name}
         warn_unused(finished, self._local.last_stage.info.population, skipped)
-        return finished.next_epoch(0 if self._settings.restarts else finished.epoch + 1)
+        return finished.next_epoch(0 if self._settings.restarts_on_iter else finished.epoch + 1)
 
 
 def proposed_end(position: Position, prefetcher: Prefetcher) -> int:

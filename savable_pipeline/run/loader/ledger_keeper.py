@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import NO_FACTS
 from savable_pipeline.errors import SavableError
 from savable_pipeline.run.ledger import records
-from savable_pipeline.run.loader.acknowledgements import Outcomes
+from savable_pipeline.run.loader.acknowledgements import AcknowledgedRows
 from savable_pipeline.run.loader.local_lanes import LocalLanes
 from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.loader.settings import LoaderSettings
@@ -42,7 +42,7 @@ class LedgerKeeper(Observer):
 
     The file is created at the first batch or skip of a new or loaded loader. Ranks that can communicate create their
     files together. If one fails, every rank raises that error. The run's counters are written at the start and end of a
-    file, and in between. `outcomes` returns what the trainer has acknowledged since the last call.
+    file, and in between. `pop_acknowledged` returns what the trainer has acknowledged since the last call.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class LedgerKeeper(Observer):
         local: LocalLanes,
         states: States,
         stats: Stats,
-        outcomes: Callable[[], Outcomes],
+        pop_acknowledged: Callable[[], AcknowledgedRows],
     ) -> None:
         self._folder = Path(settings.ledger or "")
         self._seed = settings.seed
-        self._local, self._states, self._stats, self._outcomes = local, states, stats, outcomes
+        self._local, self._states, self._stats, self._pop_acknowledged = local, states, stats, pop_acknowledged
         self._lock = Lock()  # locked because other threads save
         self._writer: records.LedgerWriter | None = None
         self._file_started = self._counters_due = 0.0
@@ -99,7 +99,7 @@ class LedgerKeeper(Observer):
         """Write the acknowledgements since the last call if there is a file, in any thread."""
         if self._writer is not None:
             with self._lock:
-                for (kind, reason), rows in self._outcomes().items():
+                for (kind, reason), rows in self._pop_acknowledged().items():
                     masks = {batch: mask_bytes(mask) for batch, mask in rows.items()}
                     self._writer.write(records.Acknowledged(kind, reason, masks))
 
@@ -199,7 +199,7 @@ def in_rows(samples: BatchSamples, numbers: Sequence[int]) -> BatchSamples:
     if list(numbers) == list(range(len(numbers))):
         return samples
     rows = np.array(numbers, np.int64)
-    return BatchSamples((), (samples.refs, rows if samples.rows is None else rows[samples.rows]))
+    return BatchSamples(arrays=(samples.refs, rows if samples.rows is None else rows[samples.rows]))
 
 
 def _sources(last: Stage) -> list[records.LedgerSource]:

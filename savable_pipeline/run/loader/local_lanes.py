@@ -78,7 +78,7 @@ class LocalLanes:
         self._job_lanes, self._example_lane = job.lanes, example_lane
         self._example: Stage | None = None  # the last stage of the inspected lane
         self._exclude_files: list[ExcludeFile] = []
-        self._hinted = False  # whether hints about the pipeline were logged
+        self._has_logged_hints = False  # whether hints about the pipeline were logged
         self.facts = NO_FACTS  # facts of the run
         self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set after the shards are closed
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
@@ -93,11 +93,12 @@ class LocalLanes:
             self._example = self._build_example(self.facts)
             readers = [stage for stage in upstream(self._example) if isinstance(stage, RecordReader)]
             files = [each.exclude_file for each in readers if each.exclude_file is not None]
-            # `verify_excluded` compares with the first contents, even if the lane is built again
+            # If the lane is built again, keep the first files, so that `verify_excluded` compares with their contents.
             self._exclude_files = self._exclude_files or files
-            if not self._hinted and LANE_COUNT in self.pinned:
+            # Hints need the final number of lanes, which `set_lanes` stores in `pinned`.
+            if not self._has_logged_hints and LANE_COUNT in self.pinned:
                 log_hints(self._example)
-                self._hinted = True
+                self._has_logged_hints = True
         return self._example
 
     def verify_excluded(self) -> None:
@@ -152,8 +153,8 @@ class LocalLanes:
         self.pinned[LANE_COUNT] = str(lanes).encode()
         self._example = None
 
-    def grown(self, facts: RunFacts) -> Stage:
-        """Return the last stage of a lane with the shards of these facts, to inspect it."""
+    def last_stage_with(self, facts: RunFacts) -> Stage:
+        """Return the last stage of a lane that reads these facts' shards, to inspect it."""
         if facts.growth == self.facts.growth:
             return self.last_stage
         return self.lane_at(LaneState(self._example_lane, 0), RunFacts(facts.growth))
@@ -257,8 +258,7 @@ def _warn_of_blocks() -> None:
     """Warn about an unshuffled order, once in a process, because later loaders are similar."""
     log.warning(
         "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
-        BLOCK_SIZE,
-        BLOCK_SIZE,
+        *(BLOCK_SIZE, BLOCK_SIZE),
     )
 
 
@@ -270,9 +270,9 @@ def _preserves_blocks(stage: Stage) -> bool:
     """
     if not isinstance(stage, RecordReader):
         return isinstance(stage, _ORDER_PRESERVING) and any(map(_preserves_blocks, stage.sources))
-    has_clustered_samples = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
-    is_sorted = has_clustered_samples and not isinstance(stage, TokenReader)
-    return stage.has_default_blocks and stage.epochs is None and is_sorted
+    has_long_shards = stage.population >= 2 * len(stage.dataset.entries)  # otherwise a block spans many shards
+    has_similar_neighbors = has_long_shards and not isinstance(stage, TokenReader)
+    return stage.has_default_blocks and stage.epochs is None and has_similar_neighbors
 
 
 def _hints(last: Stage) -> Iterator[str]:

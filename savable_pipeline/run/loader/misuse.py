@@ -118,8 +118,7 @@ def warn_unloaded() -> None:
             log.warning(
                 "%s=%s: this job was restarted, but the loader starts at the first batch. If a state was saved, "
                 "call load_state_dict first.",
-                name,
-                count,
+                *(name, count),
             )
 
 
@@ -186,15 +185,16 @@ def _trainer_error(why: str, fix: str) -> SavableError:
     return SavableError(f"{why}. Pass the result of {fix} instead of the loader.")
 
 
-def warn_unsaved(caller: str, position: Position, *, restarts: bool) -> None:
+def warn_unsaved(caller: str, position: Position, *, restarts_on_iter: bool) -> None:
     """Warn if a trainer that does not save the loader's state starts to iterate.
 
     `caller` is the module that calls `iter`. Raises `SavableError` for Lightning's `fit`. There is no warning for a
-    loader that restarts, because evaluation needs no state, or that has loaded a state, because something has saved it.
+    loader with on_iter="restart", because evaluation needs no state, or one that has loaded a state, because something
+    has saved it.
     """
     reject_fit(caller)
     is_resumed = position.iterator == "loaded" or position.epoch or position.slot
-    if is_resumed or restarts or caller.startswith("savable_pipeline."):
+    if is_resumed or restarts_on_iter or caller.startswith("savable_pipeline."):
         return
     if caller.startswith("transformers."):
         _warn_unsaved_by("Hugging Face's Trainer", "Use savable_pipeline.trainers.hf.SavableTrainer(train_loader=...)")

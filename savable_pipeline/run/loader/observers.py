@@ -122,9 +122,9 @@ class SampleIds(Observer):
 
     def on_batch(self, step: BatchStep) -> None:
         """Replace the batch by one with the IDs of its samples."""
-        step.batch = self.added(step.batch, step.samples)
+        step.batch = self.with_ids(step.batch, step.samples)
 
-    def added(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
+    def with_ids(self, batch: Any, samples: BatchSamples) -> dict[Any, Any]:
         """Return the batch with "sample_ids" and, for rows of packs, "sample_rows".
 
         Raises `EncodeError` for a batch that is not a dict or has such a key.
@@ -167,5 +167,6 @@ def new_observers(
     others = [prefetcher.numbers] if rows is None else [rows.table.numbers, prefetcher.numbers]
     stats = Stats(lambda: source_names(local.last_stage), others)
     if settings.ledger is not None and ranks.builds:
-        found.append(LedgerKeeper(settings, local, states, stats, dict if rows is None else rows.table.pop_outcomes))
+        pop_acknowledged = dict if rows is None else rows.table.pop_acknowledged
+        found.append(LedgerKeeper(settings, local, states, stats, pop_acknowledged))
     return [*found, stats]

@@ -38,7 +38,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import NO_FACTS, Decisions, RunFacts
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOTS
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOT_MASK
 from savable_pipeline.run.state.lane_state import fresh_lane, with_facts
 from savable_pipeline.stages.batch_samples import BatchSamples
 
@@ -58,7 +58,7 @@ class YieldedBatch(NamedTuple):
     If slots were skipped between this batch and the next one, `skipped` has the positions of their lanes before that.
     """
 
-    step: int  # first slot of its step
+    step_start: int  # first slot of its step
     lane: int
     before: LanePosition  # position of the lane before the batch
     samples: BatchSamples
@@ -68,12 +68,12 @@ class YieldedBatch(NamedTuple):
 class History(msgspec.Struct, frozen=True):
     """The last batches that were yielded in an epoch, without skipped ones.
 
-    `total` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at` is
-    `total` at the last `reconfigure`. A `lag` never goes back beyond that.
+    `batch_count` is the number of batches that this rank yielded since the loader was created or loaded. `decided_at`
+    is that number at the last `reconfigure`. A `lag` never goes back beyond it.
     """
 
     batches: tuple[YieldedBatch, ...] = ()
-    total: int = 0
+    batch_count: int = 0
     decided_at: int = -MAX_LAG
 
     def lagged(self, lag: int = 0) -> YieldedBatch:
@@ -143,8 +143,8 @@ class Position(msgspec.Struct, frozen=True):
         return self.final and not self.has_step
 
     @property
-    def next_batch(self) -> int:
-        """Return the first slot of the next step as receipts name it, with its epoch."""
+    def next_batch_number(self) -> int:
+        """Return the number of the next step's first batch: `epoch << 40 | slot`."""
         return self.epoch << EPOCH_SHIFT | self.slot
 
     def advanced(self, delivery: Delivery) -> Position:
@@ -152,7 +152,7 @@ class Position(msgspec.Struct, frozen=True):
         lane, history = self.own_slot % self.lane_count, self.history
         batch = YieldedBatch(self.slot, lane, self.lanes[lane], delivery.samples)
         batches = (*history.batches[1 - MAX_LAG :], batch)
-        return self._moved(lane, delivery, History(batches, history.total + 1, history.decided_at))
+        return self._moved(lane, delivery, History(batches, history.batch_count + 1, history.decided_at))
 
     def skipped(self, delivery: Delivery) -> Position:
         """Return the position after a step that is skipped.
@@ -177,24 +177,25 @@ class Position(msgspec.Struct, frozen=True):
         facts = replace(self.facts, decisions=decisions)
         lanes = {lane: LanePosition(with_facts(last.state, facts), None) for lane, last in self.lanes.items()}
         if finished is not None:
-            finished = replace(finished, history=replace(finished.history, decided_at=finished.history.total))
-        history = replace(self.history, decided_at=self.history.total) if self.history.batches else self.history
+            finished = replace(finished, history=replace(finished.history, decided_at=finished.history.batch_count))
+        history = replace(self.history, decided_at=self.history.batch_count) if self.history.batches else self.history
         return replace(self, lanes=lanes, previous=finished, facts=facts, end=self.slot, final=False, history=history)
 
     def next_epoch(self, epoch: int) -> Position:
         """Return the start of the next epoch, with this position as `previous`."""
         start = Position.start(epoch, self.ranks, self.lane_count, pad=self.pad, facts=self.facts)
-        return replace(start, previous=replace(self, previous=None), history=History(total=self.history.total))
+        history = History(batch_count=self.history.batch_count)
+        return replace(start, previous=replace(self, previous=None), history=history)
 
     def before(self, lag: int) -> Position:
         """Return the position `lag` batches ago.
 
-        If no batch has been yielded since the run was created, loaded or started its epoch, return this position.
+        Without any batch since the run was created, was loaded or started its epoch, `lag` has no effect.
         Raises ValueError if the history does not go back so far.
         """
         position = self.previous if lag and self.previous is not None and self.iterator != "ended" else self
         batches = position.history.batches
-        since_decision = position.history.total - position.history.decided_at
+        since_decision = position.history.batch_count - position.history.decided_at
         if not 0 <= lag <= min(len(batches) or MAX_LAG, since_decision):
             raise ValueError(
                 f"lag={lag}: at most {min(len(batches), since_decision)} batches can be taken back (limit {MAX_LAG}). "
@@ -203,7 +204,8 @@ class Position(msgspec.Struct, frozen=True):
         slot, lanes = position.slot, dict(position.lanes)
         for batch in list(reversed(batches))[:lag]:
             lanes |= batch.skipped
-            slot, lanes[batch.lane] = batch.step, batch.before
+            slot = batch.step_start
+            lanes[batch.lane] = batch.before
         return replace(position, slot=slot, lanes=lanes, facts=position.facts if slot else position.facts.of_next_epoch)
 
 
@@ -227,7 +229,7 @@ class BatchStep:
     @property
     def epoch_and_slot(self) -> tuple[int, int]:
         """Return the epoch and the slot of the batch."""
-        return self.number >> EPOCH_SHIFT, self.number & SLOTS
+        return self.number >> EPOCH_SHIFT, self.number & SLOT_MASK
 
 
 class Observer:

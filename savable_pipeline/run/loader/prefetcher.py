@@ -64,7 +64,7 @@ class Prefetcher:
 
         Slots up to `last` may be requested ahead with the same `kind`. Raises the stages' own errors, or `WorkerError`.
         """
-        delivery = self._receive(position, kind, last)
+        delivery = self._wait_for_next(position, kind, last)
         self._received.popleft()
         self._slot += position.step
         if self.uncounted and kind == "batch":
@@ -75,7 +75,7 @@ class Prefetcher:
     @_stopping_on_error
     def peek(self, position: Position) -> Delivery:
         """Return the next batch without removing it. Raises what `next` raises."""
-        return self._receive(position, "batch")
+        return self._wait_for_next(position, "batch")
 
     def put_back(self, position: Position, delivery: Delivery) -> None:
         """Put a batch back, so that the next call for the slot of `position` returns it."""
@@ -93,17 +93,17 @@ class Prefetcher:
         for request in next_requests:
             if request not in self._rebuild_tickets:
                 self._rebuild_count += 1
-                own_lane = position.lane_count + self._rebuild_count  # so that any worker may rebuild the batch
-                self._rebuild_tickets[request] = backend.request(own_lane, request, "again", facts)
+                # a lane number that no other request has, so that any worker may rebuild the batch
+                unused_lane = position.lane_count + self._rebuild_count
+                self._rebuild_tickets[request] = backend.request(unused_lane, request, "again", facts)
         return backend.answer(self._rebuild_tickets.pop(next_requests[0]))
 
     @_stopping_on_error
     def prefetch(self, position: Position) -> None:
         """Request batches of this rank's next slots, up to the capacity of the workers."""
-        if not self._backend.capacity:
-            return
-        self._backend_at(position)
-        self._request(position, "batch")
+        if self._backend.capacity:
+            self._backend_at(position)
+            self._request(position, "batch")
 
     @_stopping_on_error
     def query_has_next(self, position: Position, lanes: Iterable[int]) -> dict[int, Delivery]:
@@ -140,7 +140,7 @@ class Prefetcher:
         backend = self._backend_at(position)
         return {lane: backend.request(lane, position.lanes[lane].state, "peek", position.facts) for lane in lanes}
 
-    def _receive(self, position: Position, kind: RequestKind, last: int = -1) -> Delivery:
+    def _wait_for_next(self, position: Position, kind: RequestKind, last: int = -1) -> Delivery:
         """Wait for the batch of this rank's next slot, and return it without removing it."""
         backend = self._backend_at(position)
         if not self._received:
@@ -155,8 +155,8 @@ class Prefetcher:
         At least `at_least` are requested, even if their lanes may have no more batches. With "skip", only slots up to
         `last` are requested, because later ones may not be skipped.
         """
-        most = max(at_least, self._backend.capacity)
-        while len(self._requests) < most:
+        wanted_count = max(at_least, self._backend.capacity)
+        while len(self._requests) < wanted_count:
             ahead = len(self._requests) + len(self._received)
             slot = self._slot + ahead * position.step
             lane = slot % position.lane_count

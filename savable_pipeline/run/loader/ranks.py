@@ -341,11 +341,11 @@ def _detect_ranks() -> Ranks:
     return Ranks(0, 1, explicit=False)
 
 
-def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: bool = False) -> None:
+def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, has_default_lanes: bool = False) -> None:
     """Check that the ranks of a run have the same seed, shards and excluded samples.
 
-    `by_default` says that the data or a loaded state set the number of lanes. Then all ranks must have the same number,
-    too.
+    `has_default_lanes`: whether the user passed no `lanes`, so that the data or a loaded state set their number. Then
+    all ranks must have the same number, too.
 
     Ranks of an endless run do not communicate. If a rank opened the folder after a shard was added, or has another
     seed, its lanes would have other samples, and nobody would notice. So the rank that comes first writes its seed and
@@ -357,7 +357,7 @@ def check_same_data(ranks: Ranks, found: PipelineFingerprint, *, by_default: boo
     torch.distributed if its store does not answer.
     """
     names = sorted(PurePosixPath(without_commit(address)).name for address in found.addresses.values())
-    key = _digest([found.fields["stages"], None if by_default else found.fields["lanes"], *names])
+    key = _digest([found.fields["stages"], None if has_default_lanes else found.fields["lanes"], *names])
     data = {name: value for name, value in sorted(found.fields.items()) if name.endswith(_DATA_FIELDS)}
     shards, seed = sum(count(found.fields[name]) for name in found.shards), found.fields["seed"]
     first = ranks.first_value(f"savable_pipeline/{key}", f"{_digest(data)} {ranks.name} {shards} {seed}")

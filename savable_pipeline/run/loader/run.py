@@ -53,16 +53,16 @@ class Run:
 
     If the data or a state sets the number of lanes, the attributes in `_NEED_LANES` are created when first needed.
 
-    `agree` takes this rank's vote and returns the smallest or largest vote of all ranks. It may be replaced. With None,
-    the ranks communicate. `pinned` has the shards that the run must read, by default those that it finds. `backend`
-    builds the batches, by default that of the settings. Raises ValueError for ranks that do not divide the lanes, or a
-    pipeline that cannot be sent to workers.
+    `vote_function` takes this rank's vote and returns the smallest or largest vote of all ranks. It may be replaced.
+    With None, the ranks communicate. `pinned` has the shards that the run must read, by default those that it finds.
+    `backend` builds the batches, by default that of the settings. Raises ValueError for ranks that do not divide the
+    lanes, or a pipeline that cannot be sent to workers.
     """
 
     def __init__(
         self,
         settings: LoaderSettings,
-        agree: Callable[[int], int] | None = None,
+        vote_function: Callable[[int], int] | None = None,
         pinned: PinnedShards | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Run:
         self.local = local = LocalLanes(settings.job, self.ranks.rank, pinned)
         self.backend = backend or settings.new_backend(local.runner, lambda: local.last_stage, local.pinned)
         self.prefetcher = Prefetcher(self.backend)
-        self.agree = agree
+        self.vote_function = vote_function
         self._guard = IterationGuard(ranked=isinstance(settings.ranks, tuple | list | Ranks))
         self._last_repeat: BatchStep | None = None  # the last step that repeated a batch
         self.is_ahead: Callable[[], bool] = lambda: False  # whether `OnDevice` has batches that it has not yielded yet
@@ -97,15 +97,14 @@ class Run:
         self.settings = settings = with_lanes(self.initial_settings, self.ranks, self.local, lanes)
         self.states = States(settings, self.ranks, self.local)
         self.observers = new_observers(settings, self.ranks, self.local, self.states, self.prefetcher)
-        self._repeater = next((each for each in self.observers if isinstance(each, Repeater)), None)
+        self._repeater = self.observer(Repeater)
         self._ends = EpochEnds(settings, self.local, self.prefetcher, self.observers)
         self.epoch_of = self._ends.epoch_of
         self.begin_epoch(0)
 
     def observer(self, kind: type[T]) -> T | None:
         """Return the observer of this class, or None."""
-        found = [each for each in self.observers if isinstance(each, kind)]
-        return found[0] if found else None
+        return next((each for each in self.observers if isinstance(each, kind)), None)
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the position to the start of an epoch."""
@@ -134,7 +133,7 @@ class Run:
         reject_while_importing()
         position = self.position
         was_used = position.history.batches or position.previous is not None or position.slot
-        if self.settings.restarts and position.iterator != "loaded" and was_used:
+        if self.settings.restarts_on_iter and position.iterator != "loaded" and was_used:
             self.prefetcher.restart()
             self.begin_epoch(0)
         else:
@@ -187,13 +186,13 @@ class Run:
         if self._repeater is None:
             return None
         position = self.position
-        vote = self._vote if self.agree is not None or self.ranks.has_group else None
+        vote = self._vote if self.vote_function is not None or self.ranks.has_group else None
         if (requests := self._repeater.repeats(position, vote)) is None:
             return None
         self._check_may_iterate()
         self.local.verify_excluded()
         delivery = self.prefetcher.again(position, requests)
-        after = replace(position, history=replace(position.history, total=position.history.total + 1))
+        after = replace(position, history=replace(position.history, batch_count=position.history.batch_count + 1))
         step = BatchStep(position, after, delivery, delivery.batch, started, 0, 0)
         self._observe(step)
         self._last_repeat = step
@@ -226,13 +225,13 @@ class Run:
 
     def _vote(self, vote: int) -> int:
         """Return the smallest vote of all ranks, or the largest with tail="pad"."""
-        ask = self.agree or partial(self.ranks.agree, smallest=not self.settings.pad)
+        ask = self.vote_function or partial(self.ranks.agree, smallest=not self.settings.pad)
         return self.backend.agree(partial(ask, vote))
 
     def _step(self, kind: RequestKind, slots: int) -> tuple[Delivery, Position]:
         """Return this rank's batch of the next step, and the position after it.
 
-        `slots` is the number of slots that will be requested with the same `kind`, from here on. The result of a vote
+        `slots` is the number of slots from here on that the caller takes with the same `kind`. The result of a vote
         about the epoch's end is stored in the position at once. So if the rest of the step fails and is repeated, the
         ranks do not vote again.
         """
@@ -262,9 +261,10 @@ class Run:
         reject_while_importing()
         self._guard.check()
         self.ranks.check_world()
-        if self.agree is None and (self.ranks.has_group or self.ranks.sharing):
-            check_same_data(self.ranks, self.states.fingerprint, by_default=self.settings.by_default)
-        if not (self._was_loaded or self.settings.restarts or self.position.epoch or self.position.slot):
+        # a run with a `vote_function` does not communicate
+        if self.vote_function is None and (self.ranks.has_group or self.ranks.sharing):
+            check_same_data(self.ranks, self.states.fingerprint, has_default_lanes=self.settings.has_default_lanes)
+        if not (self._was_loaded or self.settings.restarts_on_iter or self.position.epoch or self.position.slot):
             warn_unloaded()
         self._guard.checked = True
 
@@ -346,7 +346,7 @@ class Run:
             adopt()
 
     def check_not_ahead(self) -> None:
-        """Raise `SavableError` if the trainer lacks the last batches of this run."""
+        """Raise `SavableError` if `OnDevice` has batches that the trainer did not get yet."""
         if self.is_ahead():
             raise SavableError(
                 "OnDevice has fetched a batch ahead of the trainer. Save, load and skip through the OnDevice "
@@ -354,7 +354,10 @@ class Run:
             )
 
     def undo_fetch(self, before: Position) -> None:
-        """Return to `before` if a batch was yielded since that the trainer lacks."""
+        """Return to the position `before` if a batch was yielded since.
+
+        The trainer did not get this batch.
+        """
         last_batch, batch_before = history_of(self.position).batches[-1:], history_of(before).batches[-1:]
         if last_batch and not (batch_before and last_batch[0] is batch_before[0]):
             self.return_to(before)
@@ -377,31 +380,29 @@ class Run:
 
         Rows in flight with only excluded samples are dropped.
         """
-        if self.settings.restarts:
+        if self.settings.restarts_on_iter:
             raise ValueError("reconfigure does not apply to on_iter='restart'. Create a loader with other settings.")
         with self._guard.moving():
             position, last = self.position, self.local.last_stage
-            arguments = position.facts.decisions, position.next_batch, last
-            decisions = agreed_decisions(
-                self.ranks, lambda: check_decided(self.local, reconfigure(*arguments, **changes))
-            )
+            before = position.facts.decisions, position.next_batch_number, last
+            decisions = agreed_decisions(self.ranks, lambda: check_decided(self.local, reconfigure(*before, **changes)))
             self._move(position.decided(decisions))
-        return position.next_batch
+        return position.next_batch_number
 
     def trace(self, lag: int = 0) -> Trace:
         """See `SavableLoader.trace`."""
         repeat = self._last_repeat
-        if repeat is not None and not lag and repeat.after.history.total == self.position.history.total:
+        if repeat is not None and not lag and repeat.after.history.batch_count == self.position.history.batch_count:
             _, slot = repeat.epoch_and_slot
             return Trace(slot, slot % self.settings.lanes, traced_rows(self.local.last_stage, repeat.samples))
         batch = history_of(self.position).lagged(lag)
         rows = traced_rows(self.local.last_stage, batch.samples)
-        return Trace(self.ranks.slot(batch.step), batch.lane, rows)
+        return Trace(self.ranks.slot(batch.step_start), batch.lane, rows)
 
     def last_step(self) -> tuple[int, int]:
         """Return slot and lane of the last batch. Raises ValueError if there is none."""
         batch = history_of(self.position).lagged()
-        return self.ranks.slot(batch.step), batch.lane
+        return self.ranks.slot(batch.step_start), batch.lane
 
 
 def history_of(position: Position) -> History:
@@ -420,7 +421,7 @@ def _loading(run: Run, state: Mapping[str, Any]) -> Iterator[None]:
     before, local = dict(vars(run)), run.local
     lanes, facts, pinned = local.lanes, local.facts, dict(local.pinned)
     try:
-        if run.initial_settings.by_default and ("position" not in before or state["lanes"] != lanes):
+        if run.initial_settings.has_default_lanes and ("position" not in before or state["lanes"] != lanes):
             for observer in before.get("observers", ()):
                 observer.close()
             run.fix_lanes(min(state["lanes"], _MOST_LANES))
@@ -445,7 +446,7 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
     """
     results: list[int] = []  # the result of the vote, once all ranks have voted
 
-    def agree(vote: int) -> int:
+    def cast_vote(vote: int) -> int:
         if not unused_results:
             votes.append(vote)
             raise _VoteNeeded
@@ -455,13 +456,14 @@ def voted_step(runs: Sequence[Run]) -> list[Any]:
         votes: list[int] = []
         batches: list[Any] = []
         for run in runs:
-            unused_results, agree_before, run.agree = list(results), run.agree, agree
+            unused_results, function_before = list(results), run.vote_function
+            run.vote_function = cast_vote
             try:
                 batches.append(run.__next__())
             except _VoteNeeded:
                 pass
             finally:
-                run.agree = agree_before
+                run.vote_function = function_before
         assert not batches or not votes, "some ranks vote, others do not"
         if batches:
             return batches

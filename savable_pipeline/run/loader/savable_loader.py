@@ -132,7 +132,7 @@ class SavableLoader:
         return list(source_names(self._run.local.last_stage).values())
 
     def __iter__(self) -> SavableLoader:
-        misuse.warn_unsaved(misuse.caller(), self._run.position, restarts=self._run.settings.restarts)
+        misuse.warn_unsaved(misuse.caller(), self._run.position, restarts_on_iter=self._run.settings.restarts_on_iter)
         iter(self._run)
         return self
 

@@ -63,7 +63,7 @@ class LoaderSettings:
     acknowledge: bool | Acknowledge = False
     ledger: str | os.PathLike[str] | None = None
     workers: Workers = field(default_factory=Workers)
-    by_default: bool = False
+    has_default_lanes: bool = False
     """Whether the user passed no `lanes`, so that the data or a loaded state may set them."""
 
     @classmethod
@@ -75,7 +75,7 @@ class LoaderSettings:
             lanes: The number of lanes; None for the default.
             **settings: The other settings.
         """
-        return cls(pipeline, lanes=MOST_LANES if lanes is None else lanes, by_default=lanes is None, **settings)
+        return cls(pipeline, lanes=MOST_LANES if lanes is None else lanes, has_default_lanes=lanes is None, **settings)
 
     def __post_init__(self) -> None:
         self._check_workers()
@@ -93,9 +93,9 @@ class LoaderSettings:
             raise ValueError(
                 f"epoch_slots must be a multiple of the {self.lanes} lanes, such as {multiple}, not {self.epoch_slots}"
             )
-        if self.ledger is not None and self.restarts:
+        if self.ledger is not None and self.restarts_on_iter:
             raise ValueError("ledger= does not apply to on_iter='restart'. Pass it to the loader for training.")
-        if self.acknowledge and self.restarts:
+        if self.acknowledge and self.restarts_on_iter:
             raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and isinstance(self.ranks, Ranks) and self.ranks.sharing:
             raise ValueError("peers would acknowledge at different times. Remove share= of Ranks.of or acknowledge=.")
@@ -121,7 +121,7 @@ class LoaderSettings:
         return self.tail == "pad"
 
     @property
-    def restarts(self) -> bool:
+    def restarts_on_iter(self) -> bool:
         """Return whether each iterator starts epoch 0 again."""
         return self.on_iter == "restart"
 
@@ -137,7 +137,7 @@ class LoaderSettings:
         They do not if the pipeline is a function, because it may use the number itself.
         """
         by_slots = self.pad or self.epoch_slots is not None
-        return self.by_default and not by_slots and isinstance(self.pipeline, Pipeline)
+        return self.has_default_lanes and not by_slots and isinstance(self.pipeline, Pipeline)
 
     @property
     def job(self) -> LaneJob:

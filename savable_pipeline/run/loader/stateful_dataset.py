@@ -91,8 +91,8 @@ class StatefulDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return a flat dict of int and bytes. The loader sends only its changed entries."""
         run = self._run or self._start_epoch(self._next_iteration())
-        _, shares = self._share()
-        return {"shares": shares, "iteration": self._iteration, **run.state_dict()}
+        _, share_count = self._share_and_count()
+        return {"shares": share_count, "iteration": self._iteration, **run.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -106,26 +106,27 @@ class StatefulDataset(IterableDataset[Any]):
         """
         if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
             raise StateError("this is no state of a StatefulDataset. Load the one that it saved.")
-        _, shares = self._share()
-        if state["shares"] != shares:
+        _, share_count = self._share_and_count()
+        if state["shares"] != share_count:
             raise CheckpointMismatchError(
                 f"the state has {state['shares'] // self._world_size} workers on each of {self._world_size} ranks, "
-                f"not {shares // self._world_size}. Use the saved num_workers, or a SavableLoader, which resumes "
+                f"not {share_count // self._world_size}. Use the saved num_workers, or a SavableLoader, which resumes "
                 "with any number."
             )
-        run, pinned = self._new_run(state["iteration"]), dict(self._pinned)
-        run.load_state_dict(state)
-        moved = [name for name in pinned if is_hub(name) and self._pinned.get(name) != pinned[name]]
-        if moved and get_worker_info():  # the process that starts the workers of later epochs does not iterate itself
+        run, pinned_before = self._new_run(state["iteration"]), dict(self._pinned)
+        run.load_state_dict(state)  # may change `self._pinned`
+        moved = [name for name in pinned_before if is_hub(name) and self._pinned.get(name) != pinned_before[name]]
+        # Workers of later epochs get the unchanged `_pinned` of the main process, which does not load the state.
+        if moved and get_worker_info():
             raise CheckpointMismatchError(
                 f"{moved[0]} has changed since the state was saved. Name the commit "
                 f"{addresses_of(self._pinned).get(moved[0], moved[0])}, or use a SavableLoader, which keeps it."
             )
         self._run, self._iteration = run, state["iteration"]
-        # If the state was saved after the last batch, the loaded iterator ends at once, and the next one continues.
+        # If the state was saved after the epoch's last batch, this iterator ends at once. The next starts an epoch.
         if run.epoch > self._iteration:
             run.end_epoch()
-        self._started_and_seed[0] = self._pack_started(self._iteration + 1)
+        self._started_and_seed.fill_(self._pack_started(self._iteration + 1))
 
     def _start_epoch(self, iteration: int) -> Run:
         """Create the run of an epoch, at its start, and return it."""
@@ -134,20 +135,20 @@ class StatefulDataset(IterableDataset[Any]):
 
     def _new_run(self, iteration: int) -> Run:
         """Build a run of this process's share of the lanes, at the start of an epoch."""
-        share, shares = self._share()
+        share, share_count = self._share_and_count()
         lanes = self._settings.lanes
-        if lanes % shares:
+        if lanes % share_count:
             numbers = [n for n in range(1, lanes // self._world_size + 1) if lanes % (self._world_size * n) == 0]
             raise ValueError(
-                f"{self._world_size} ranks × {shares // self._world_size} workers do not divide {lanes} lanes. Use "
-                f"num_workers={', '.join(map(str, numbers))}, or start a run with other lanes=."
+                f"{self._world_size} ranks × {share_count // self._world_size} workers do not divide {lanes} lanes. "
+                f"Use num_workers={', '.join(map(str, numbers))}, or start a run with other lanes=."
             )
-        settings = replace(self._settings, ranks=(share, shares))
-        run = Run(settings, agree=int, pinned=self._pinned)  # the worker votes alone
+        settings = replace(self._settings, ranks=(share, share_count))
+        run = Run(settings, vote_function=int, pinned=self._pinned)  # the worker votes alone
         run.begin_epoch(iteration)
         return run
 
-    def _share(self) -> tuple[int, int]:
+    def _share_and_count(self) -> tuple[int, int]:
         """Return the number of this process's share of the lanes, and the number of shares."""
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
@@ -155,7 +156,7 @@ class StatefulDataset(IterableDataset[Any]):
 
     def _next_iteration(self) -> int:
         """Return the number of the epoch that starts now, the same in all workers that were started together."""
-        started_count, seed = divmod(int(self._started_and_seed[0]), 1 << _SEED_BITS)
+        started_count, seed = divmod(int(self._started_and_seed.item()), 1 << _SEED_BITS)
         info = get_worker_info()
         if info is None:
             number = started_count
@@ -163,7 +164,7 @@ class StatefulDataset(IterableDataset[Any]):
             number = self._iteration + 1
         else:
             number = started_count - 1 if started_count and seed == self._worker_seed() else started_count
-        self._started_and_seed[0] = self._pack_started(number + 1)
+        self._started_and_seed.fill_(self._pack_started(number + 1))
         return number
 
     def _pack_started(self, started_count: int) -> int:

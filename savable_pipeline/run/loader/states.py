@@ -134,7 +134,7 @@ class States:
         checked_allow(allowed - {NEW_SHARDS}, saved, ours)
         with restoring("the state"):
             loaded = self._read(state, saved, ours, allowed)
-            if loaded.facts.growth and self._settings.restarts:
+            if loaded.facts.growth and self._settings.restarts_on_iter:
                 raise CheckpointMismatchError(
                     "shards joined this run at a later epoch, which on_iter='restart' cannot reach. Create a new "
                     "loader."
@@ -159,15 +159,16 @@ class States:
             facts = replace(facts, decisions=in_effect)
             state = {**state, **{name: with_facts(state[name], facts) for name in map(state_dict.lane_name, lanes)}}
             lanes = {number: replace(lane, more=None) for number, lane in lanes.items()}
-        has_other_shares = _may_have_other_shares(facts, self._local.grown(facts), state["epoch"])
+        has_other_shares = _may_have_other_shares(facts, self._local.last_stage_with(facts), state["epoch"])
         differs = bool(differing) or was_changed or has_other_shares
-        slot, count, pad = state["slot"], self._settings.lanes, self._settings.pad
-        changed = differs and slot > 0  # with larger batches, for example, a lane that had another batch may have none
+        slot, lane_count, pad = state["slot"], self._settings.lanes, self._settings.pad
+        # Then it is unknown whether lanes have another batch. With larger batches, for example, some may have none.
+        changed = differs and slot > 0
         positions = {
             n: LanePosition(state[state_dict.lane_name(n)], None if changed else lane.more) for n, lane in lanes.items()
         }
         resumed: Any = {"iterator": "loaded", "facts": facts, "changed": changed}
-        return Position(self._ranks, count, pad, state["epoch"], slot, positions, slot, **resumed)
+        return Position(self._ranks, lane_count, pad, state["epoch"], slot, positions, slot, **resumed)
 
 
 def _may_have_other_shares(facts: RunFacts, last: Stage, epoch: int) -> bool:

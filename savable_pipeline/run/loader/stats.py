@@ -4,7 +4,7 @@
 (`Slowest`). It warns when the trainer waits too much for data.
 
 `SourceLosses` warns once about a source of which much is skipped, by the counters that come with each batch. It raises
-an error if all samples of a source are skipped. The error depends only on the states of the lanes (`dropped`), so a
+an error if all samples of a source are skipped. The error depends only on the lanes' states (`LaneState.dropped`), so a
 resumed run raises it at the same step as an uninterrupted one. A source that has yielded a sample before the checkpoint
 never causes it.
 """
@@ -70,14 +70,12 @@ class Stats(Observer):
         delivery, waited_s = step.delivery, time.perf_counter() - step.started
         self._batches += 1
         self._wait_s += waited_s
-        build_s, counts = delivery.seconds, delivery.counts
-        self._work_s += build_s
+        self._work_s += delivery.seconds
         self._wait_times.add(waited_s)
-        self._build_times.add(build_s)
+        self._build_times.add(delivery.seconds)
         if step.repeated is None:
             self._count_samples(step)
-        for name, number in counts.items():
-            self._counts[name] += number  # type: ignore[assignment]
+        self._counts.update(delivery.counts)  # adds each
         if delivery.timed:
             self._add_times(delivery)
         window_start, waited_before = self._window
@@ -274,8 +272,9 @@ class Slowest:
 
 
 _LEAST_SOURCE_SAMPLES = 1000  # least number of samples of a source to check how many are skipped
-_MOST_SKIPPED = 0.1  # largest fraction of a source's samples or tokens to skip without a warning
-_MOST_DROPPED = 10_000  # a run ends if this many samples of a source are skipped, or all of an epoch, and none is used
+_MAX_SKIPPED_SHARE = 0.1  # largest fraction of a source's samples or tokens to skip without a warning
+# A run ends if this many samples of a source are skipped, or all samples of an epoch, and none is used.
+_MOST_SKIPPED_SAMPLES = 10_000
 # If this rank has only a part of the lanes, it sees random samples. After as many as 5 epochs have, the probability
 # that it has missed a usable sample is e**-5.
 _WAIT_EPOCHS = 5
@@ -297,10 +296,10 @@ class SourceLosses(Observer):
 
     def __init__(self, local: LocalLanes) -> None:
         self._local = local
-        self._used: Counter[tuple[str, str]] = Counter()  # by key and counter, such as "items"
-        self._dropped: dict[str, Counter[str]] = {}  # by key, then by reason
+        self._counts: Counter[tuple[str, str]] = Counter()  # by key and name of the counter, such as "items"
+        self._skipped: dict[str, Counter[str]] = {}  # number of samples, by key and then by reason
         self._warned: set[str] = set()  # keys
-        self._next_check: Counter[str] = Counter()  # by key, number of dropped samples to examine the lanes' states at
+        self._next_check: Counter[str] = Counter()  # by key: at how many skipped samples to read the lanes' states
 
     @cached_property
     def _sources(self) -> dict[str, tuple[str, int]]:
@@ -318,30 +317,31 @@ class SourceLosses(Observer):
         return self._sources.get(key.rpartition("/")[2], ("", 0))
 
     def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
-        """Return a function that counts from a loaded state on.
+        """Return a function that starts counting again from a loaded state.
 
-        There, lanes of other ranks may have used a source.
+        The state may have lanes that other ranks ran, and that have used samples of a source.
         """
         return None if state is None else partial(self._load, state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._used, self._dropped, self._next_check = Counter(), {}, Counter()
+        self._counts, self._skipped, self._next_check = Counter(), {}, Counter()
         for number in lane_numbers(state):
             with suppress(SavableError):  # a lane that this rank does not need
-                dropped = read_lanes(state, [number])[number].dropped or {}
-                self._used.update((key, "items") for key, found in dropped.items() if not found)
+                skipped = read_lanes(state, [number])[number].dropped or {}
+                # {} for a key: the source has yielded a sample
+                self._counts.update((key, "items") for key, of_lane in skipped.items() if not of_lane)
 
     def _add_counts(self, counts: Mapping[str, int | float]) -> set[str]:
-        """Add the counters of a batch. Return the keys with a skipped sample."""
-        skipping = set()
+        """Add the counters of a batch. Return the keys whose stage skipped samples of their source for it."""
+        keys_with_skips = set()
         for name, number in counts.items():
             parsed = SourceCounter.parse(name) if "/source/" in name else None
             if parsed is not None and parsed.reason:
-                self._dropped.setdefault(parsed.key, Counter())[parsed.reason] += int(number)
-                skipping.add(parsed.key)
+                self._skipped.setdefault(parsed.key, Counter())[parsed.reason] += int(number)
+                keys_with_skips.add(parsed.key)
             elif parsed is not None:
-                self._used[parsed.key, parsed.counter] += int(number)
-        return skipping
+                self._counts[parsed.key, parsed.counter] += int(number)
+        return keys_with_skips
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch. Raises `EncodeError` for a source without a usable sample."""
@@ -349,18 +349,18 @@ class SourceLosses(Observer):
             return
         after = step.after
         for key in self._add_counts(step.delivery.counts):
-            (_, population), dropped = self._source(key), self._dropped[key].total()
-            own = population * len(after.lanes) // after.lane_count  # samples of an epoch on the lanes of this rank
-            if population and not self._used[key, "items"] and dropped >= self._next_check[key]:
-                by_lanes = self._dropped_by_lanes(key, after)
-                # number of further drops after which the run ends
-                remaining = min(_MOST_DROPPED, _WAIT_EPOCHS * population) - reasons_of(by_lanes).total()
-                if own == population:
+            (_, population), skipped = self._source(key), self._skipped[key].total()
+            own_population = population * len(after.lanes) // after.lane_count  # of the lanes of this rank
+            if population and not self._counts[key, "items"] and skipped >= self._next_check[key]:
+                by_lanes = self._skipped_by_lanes(key, after)
+                # number of further skipped samples after which the run ends
+                remaining = min(_MOST_SKIPPED_SAMPLES, _WAIT_EPOCHS * population) - reasons_of(by_lanes).total()
+                if own_population == population:
                     remaining = min(remaining, population - by_lanes[FIRST])
                 if by_lanes and remaining <= 0:
                     raise self._error(key, by_lanes, len(after.lanes))
-                self._next_check[key] = dropped + max(1, remaining)
-            self._warn_of_fraction(key, min(_LEAST_SOURCE_SAMPLES, own))
+                self._next_check[key] = skipped + max(1, remaining)
+            self._warn_of_fraction(key, min(_LEAST_SOURCE_SAMPLES, own_population))
 
     def on_skip(self, position: Position) -> None:
         """Check all sources at the end of an epoch."""
@@ -368,55 +368,57 @@ class SourceLosses(Observer):
             return
         states = [unpack_state(lane.state, LaneState, f"lane {number}") for number, lane in position.lanes.items()]
         for key in dict.fromkeys(key for state in states for key in state.dropped or {}):
-            (_, population), dropped = self._source(key), self._dropped_by_lanes(key, position)
-            enough = (population + 1) // 2 if len(position.lanes) == position.lane_count else _LEAST_SOURCE_SAMPLES
-            if population and dropped and reasons_of(dropped).total() >= enough:
-                raise self._error(key, dropped, len(position.lanes))
-        for key in self._dropped:
+            (_, population), skipped = self._source(key), self._skipped_by_lanes(key, position)
+            limit = (population + 1) // 2 if len(position.lanes) == position.lane_count else _LEAST_SOURCE_SAMPLES
+            if population and skipped and reasons_of(skipped).total() >= limit:
+                raise self._error(key, skipped, len(position.lanes))
+        for key in self._skipped:
             self._warn_of_fraction(key, 1)
 
-    def _dropped_by_lanes(self, key: str, position: Position) -> Counter[str]:
-        """Return the counters of samples that this rank's lanes skipped of a source, or none if it had a usable one."""
+    def _skipped_by_lanes(self, key: str, position: Position) -> Counter[str]:
+        """Return the counts of samples that this rank's lanes skipped of a source, by reason and `FIRST`.
+
+        The result is empty if a lane has used a sample of the source.
+        """
         found: Counter[str] = Counter()
         for number, lane in position.lanes.items():
             saved = unpack_state(lane.state, LaneState, f"lane {number}")
             of_lane = (saved.dropped or {}).get(key)
             if of_lane == {} or (saved.batches and not saved.dropped):  # otherwise every source has yielded a sample
-                self._used[key, "items"] += 1
+                self._counts[key, "items"] += 1
                 return Counter()
             found.update(of_lane or {})
         return found
 
-    def _error(self, key: str, dropped: Counter[str], lanes: int) -> EncodeError:
+    def _error(self, key: str, skipped: Counter[str], lanes: int) -> EncodeError:
         stage, _, _ = key.rpartition("/")
         source, _ = self._source(key)
-        reasons = reasons_of(dropped)
+        reasons = reasons_of(skipped)
         data = f"the source {source!r}" if source else "the data"
         return EncodeError(
             f"{stage} skipped the first {reasons.total():,} samples of {data}: {_listed(reasons)}. "
-            f"{_fix(stage, reasons)}."
-            f"\n  on {lanes} lanes of this rank"
+            f"{_fix(stage, reasons)}.\n  on {lanes} lanes of this rank"
         )
 
-    def _warn_of_fraction(self, key: str, enough: int) -> None:
-        """Warn once if more than a tenth of the samples, of which there are `enough`, or of the tokens is skipped."""
-        dropped, items = self._dropped[key].total(), self._used[key, "items"]
-        dropped_tokens, tokens = self._used[key, "skipped_tokens"], self._used[key, "tokens"]
-        fraction = dropped / max(1, dropped + items)
-        token_fraction = dropped_tokens / max(1, dropped_tokens + tokens)
-        if key in self._warned or dropped + items < enough or max(fraction, token_fraction) <= _MOST_SKIPPED:
+    def _warn_of_fraction(self, key: str, least_count: int) -> None:
+        """Warn once if more than a tenth of a source's samples or tokens is skipped.
+
+        With fewer than `least_count` samples, used and skipped, there is no warning yet.
+        """
+        skipped, items = self._skipped[key].total(), self._counts[key, "items"]
+        skipped_tokens, tokens = self._counts[key, "skipped_tokens"], self._counts[key, "tokens"]
+        fraction = skipped / max(1, skipped + items)
+        token_fraction = skipped_tokens / max(1, skipped_tokens + tokens)
+        if key in self._warned or skipped + items < least_count or max(fraction, token_fraction) <= _MAX_SKIPPED_SHARE:
             return
         self._warned.add(key)
         stage, _, _ = key.rpartition("/")
         source, _ = self._source(key)
         log.warning(
             "%s skips %.0f %% of %s%s: %s. %s.",
-            stage,
-            100 * fraction,
-            f"the source {source!r}" if source else "the samples",
-            f", {token_fraction:.0%} of its tokens" if dropped_tokens else "",
-            _listed(self._dropped[key]),
-            _fix(stage, self._dropped[key]),
+            *(stage, 100 * fraction, f"the source {source!r}" if source else "the samples"),
+            f", {token_fraction:.0%} of its tokens" if skipped_tokens else "",
+            *(_listed(self._skipped[key]), _fix(stage, self._skipped[key])),
         )
 
 

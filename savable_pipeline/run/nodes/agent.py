@@ -53,7 +53,7 @@ _WARN_EVERY_S = 60.0  # least time between two warnings about rejected connectio
 class HalfOpen:
     """Connection that has not proved the key yet."""
 
-    end: socket.socket
+    connection: socket.socket
     peer: str  # address of the caller, for messages
     deadline: float  # time until which it must prove the key
     hello: bytes = field(default_factory=wire.new_hello)  # our first message, as in wire.py
@@ -126,22 +126,22 @@ class Agent:
     def _accept(self) -> None:
         """Accept a connection, and send it our first message."""
         with contextlib.suppress(OSError):  # the caller has gone, or there is no free descriptor at the moment
-            end, peer = self._listener.accept()
-            end.setblocking(False)
-            caller = HalfOpen(end, str(peer[0]), time.monotonic() + _PROOF_S)
+            connection, peer = self._listener.accept()
+            connection.setblocking(False)
+            caller = HalfOpen(connection, str(peer[0]), time.monotonic() + _PROOF_S)
             self._half_open.append(caller)
-            self._selector.register(end, selectors.EVENT_READ, lambda: self._receive(caller))
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(caller))
             if len(self._half_open) > _MOST_HALF_OPEN:
                 self._reject(self._half_open[0], f"there were {_MOST_HALF_OPEN} more that had not proved the key")
             with contextlib.suppress(BlockingIOError):
-                end.send(caller.hello)
+                connection.send(caller.hello)
 
     def _receive(self, caller: HalfOpen) -> None:
         """Receive a part of the reply to our first message, and check the reply once it is complete."""
         if caller not in self._half_open:  # rejected in this step
             return
         try:
-            raw = caller.end.recv(wire.REPLY_BYTES - len(caller.reply))
+            raw = caller.connection.recv(wire.REPLY_BYTES - len(caller.reply))
         except BlockingIOError:
             return
         except OSError:
@@ -159,7 +159,7 @@ class Agent:
     def _reject(self, caller: HalfOpen, why: str) -> None:
         """Close a connection, and warn unless there was a warning a short time ago."""
         self._remove(caller)
-        caller.end.close()
+        caller.connection.close()
         self._rejected += 1
         if time.monotonic() - self._warned_at > _WARN_EVERY_S:
             log.warning("rejected %d connections, the last from %s: %s", self._rejected, caller.peer, why)
@@ -167,7 +167,7 @@ class Agent:
 
     def _remove(self, caller: HalfOpen) -> None:
         self._half_open.remove(caller)
-        self._selector.unregister(caller.end)
+        self._selector.unregister(caller.connection)
 
     def _admit(self, caller: HalfOpen, proof: bytes, request: wire.LinkRequest, secret: wire.Secret) -> None:
         """Pass a connection that has proved the key to its session, which is started for the first one."""
@@ -176,10 +176,10 @@ class Agent:
             self._reject(caller, "its session has ended" if known is None else "its session has started already")
             return
         self._remove(caller)
-        with caller.end as end, contextlib.suppress(OSError):  # the trainer or the session has gone
-            end.send(proof)
+        with caller.connection as connection, contextlib.suppress(OSError):  # the trainer or the session has gone
+            connection.send(proof)
             running = known or self._start_session(request.session)
-            running.channel.send(pickle.dumps(secret), [end.fileno()])
+            running.channel.send(pickle.dumps(secret), [connection.fileno()])
 
     def _start_session(self, session: bytes) -> RunningSession:
         ours, theirs = socket.socketpair()
@@ -202,7 +202,7 @@ class Agent:
         """End all sessions and stop listening."""
         self._listener.close()
         for caller in self._half_open:
-            caller.end.close()
+            caller.connection.close()
         for running in self._sessions.values():
             running.end()
         self._selector.close()
@@ -212,10 +212,10 @@ _REPORTS_S = 0.2  # between two looks for reports of workers
 _CHECK_S = 0.005  # between two such looks while a worker checks its shards on request
 
 
-def run_session(end: int, workers: int) -> None:
+def run_session(descriptor: int, workers: int) -> None:
     """Run a session on the agent's channel until the trainer or the agent has gone."""
     ignore_job_signals()
-    session = NodeSession(Channel(socket.socket(fileno=end), blocking=False), workers)
+    session = NodeSession(Channel(socket.socket(fileno=descriptor), blocking=False), workers)
     try:
         session.run()
     except (EOFError, OSError):
@@ -367,9 +367,9 @@ class NodeSession:
                     self._handle()
             self._serve_trainers({key.data for key, _ in ready})
 
-    def _add_connection(self, end: socket.socket, secret: wire.Secret) -> None:
+    def _add_connection(self, connection: socket.socket, secret: wire.Secret) -> None:
         """Add a connection of the loader: the first is for the job, and each later one for a worker."""
-        link = wire.Link(end, secret)
+        link = wire.Link(connection, secret)
         if self._control is None:
             self._control, self._trusted = link, secret.trusted
             self._watch(link, link)

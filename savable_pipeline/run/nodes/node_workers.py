@@ -169,7 +169,7 @@ class RayWorkers(NodeWorkers):
         return nodes.addresses
 
 
-class NodeAgent:
+class AgentActor:
     """Ray actor that runs an agent in a thread.
 
     The agent ends with the actor's process.
@@ -238,7 +238,7 @@ class RayNodes:
         for number in range(self._most):
             if number not in self._actors:
                 name = f"savable_pipeline node {number} with {self._workers}"
-                actor = self._ray.remote(NodeAgent).options(name=name, **self._options)
+                actor = self._ray.remote(AgentActor).options(name=name, **self._options)
                 self._actors[number] = actor.remote(self._workers)
             if number not in self._address_calls:
                 self._address_calls[number] = self._actors[number].address_and_key.remote()

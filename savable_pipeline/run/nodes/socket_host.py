@@ -80,13 +80,12 @@ class Node:
 
         Raises OSError or EOFError if that fails.
         """
-        end = socket.create_connection(self.address[:2], _CONNECT_S)
+        connection = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
-            return wire.Link(
-                end, wire.greet(end, self.address.key, wire.LinkRequest(purpose, self.session, self.trusted)), memory
-            )
+            request = wire.LinkRequest(purpose, self.session, self.trusted)
+            return wire.Link(connection, wire.greet(connection, self.address.key, request), memory)
         except BaseException:
-            end.close()
+            connection.close()
             raise
 
     def try_once(self, job: bytes) -> None:

@@ -143,10 +143,10 @@ class Link:
     Raises `WireError`, or another OSError, if the connection fails.
     """
 
-    def __init__(self, end: socket.socket, secret: Secret, memory: ReusedMemory | None = None) -> None:
-        enable_keepalive(end)
-        end.setblocking(False)
-        self._socket = end
+    def __init__(self, connection: socket.socket, secret: Secret, memory: ReusedMemory | None = None) -> None:
+        enable_keepalive(connection)
+        connection.setblocking(False)
+        self._socket = connection
         self._secret = secret
         self._memory = memory or ReusedMemory()
         self.viewed = [0]  # number of blocks of memory that this process views
@@ -316,17 +316,17 @@ def header_code(key: bytes, header: Buffer) -> bytes:
     return hmac.digest(key[:32], header, "sha256")[:CODE_BYTES]
 
 
-def enable_keepalive(end: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Send small messages at once, and let the system probe a silent machine.
 
     The other system answers the probes, even if its process is suspended or busy. So only a lost machine or network
     ends the connection.
     """
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
             with contextlib.suppress(OSError):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 _NUMBERS = struct.Struct("<QI")  # number of the request, and of the buffers
@@ -451,18 +451,18 @@ def check_reply(key: bytes, hello: bytes, reply: bytes) -> tuple[bytes, LinkRequ
     return _proof(key, b"agent", full_transcript), request, secret
 
 
-def greet(end: socket.socket, key: bytes, request: LinkRequest) -> Secret:
+def greet(connection: socket.socket, key: bytes, request: LinkRequest) -> Secret:
     """Do the trainer's part of the handshake, and return the connection's secret.
 
     Each read waits up to the timeout of the socket. Raises ConnectionError if the other side has another key.
     """
-    hello = read_exactly(end, HELLO_BYTES)
+    hello = read_exactly(connection, HELLO_BYTES)
     if hello[: len(WIRE_MAGIC)] != WIRE_MAGIC:
         raise ConnectionError("no agent of this version answers. Check the port and the version.")
     transcript = hello + _REQUEST.pack(os.urandom(_RANDOM_BYTES), *request)
     full_transcript = transcript + _proof(key, b"trainer", transcript)
-    end.sendall(full_transcript[len(hello) :])
-    if not hmac.compare_digest(_proof(key, b"agent", full_transcript), read_exactly(end, _PROOF_BYTES)):
+    connection.sendall(full_transcript[len(hello) :])
+    if not hmac.compare_digest(_proof(key, b"agent", full_transcript), read_exactly(connection, _PROOF_BYTES)):
         raise ConnectionError("the agent has another key. Use the same key_file= on both sides.")
     return Secret(_keys(key, b"to agent", full_transcript), _keys(key, b"to trainer", full_transcript), request.trusted)
 
@@ -477,11 +477,11 @@ def _keys(key: bytes, direction: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, direction + b"\0" + transcript, "sha512")
 
 
-def read_exactly(end: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes. Each read waits up to the timeout of the socket."""
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes. Each read waits up to the socket's timeout."""
     received = b""
     while len(received) < size:
-        more = end.recv(size - len(received))
+        more = connection.recv(size - len(received))
         if not more:
             raise ConnectionError("it closed the connection. Use the same --key-file and version on both sides.")
         received += more

@@ -110,7 +110,7 @@ class _Meeting:
     def _read(self, name: str, index: int) -> Any:
         """Return the value of this name, once the peer `index` has written it."""
         while not self._store.check([f"{self._key}/{name}"]):
-            self._remaining_s([index])
+            self._check_in_time([index])
             time.sleep(_STORE_POLL_S)
         return ast.literal_eval(bytes(self._store.get(f"{self._key}/{name}")).decode())
 
@@ -125,6 +125,10 @@ class _Meeting:
             return seconds
         own, names = self._ranks[self._index], ", ".join(str(self._ranks[index]) for index in missing)
         raise WorkerError(f"rank {own} waited {self._timeout:g} s for rank {names} to share batches. {_LOADERS_ADVICE}")
+
+    def _check_in_time(self, missing: Iterable[int]) -> None:
+        """Raise what `_remaining_s` raises for these peers."""
+        self._remaining_s(missing)
 
     def connect(self, listener: socket.socket, public: socket.socket) -> tuple[Peer | None, list[Peer]]:
         """Connect to the other peers, and return the result of `meet`.
@@ -144,9 +148,9 @@ class _Meeting:
             self.write("secret", os.urandom(32))
         self.write(f"unix {own}", listener.getsockname())
         for index in range(own if IS_LINUX else 0):  # is an earlier peer on this machine?
-            if (end := reach(socket.AF_UNIX, self._read(f"unix {index}", index))) is not None:
+            if (connection := reach(socket.AF_UNIX, self._read(f"unix {index}", index))) is not None:
                 self.write(f"source {own}", index)
-                return self._join(end, index), []
+                return self._join(connection, index), []
         self.write(f"source {own}", own)  # this process is the first on its machine
         sources = {index: self._read(f"source {index}", index) for index in range(own + 1, len(self._ranks))}
         upstream = self._join(reach(socket.AF_INET, self._read("tcp", 0)), 0) if own else None
@@ -154,14 +158,15 @@ class _Meeting:
         self._accept(public, {index for index, source in sources.items() if own == 0 and source == index})
         return upstream, [self.accepted[index] for index in sorted(self.accepted)]
 
-    def _join(self, end: socket.socket | None, index: int) -> Peer:
-        """Greet a peer over the connected socket `end`, and return it."""
+    def _join(self, connection: socket.socket | None, index: int) -> Peer:
+        """Greet a peer over a connected socket, and return the peer. Raises `WorkerError` without a socket."""
         with contextlib.suppress(OSError):
-            if end is not None:
-                end.settimeout(self._remaining_s([index]))
+            if connection is not None:
+                connection.settimeout(self._remaining_s([index]))
                 wanted = wire.LinkRequest(wire.FOR_PEER, self._index.to_bytes(16, "little"), False)
-                return self._peer(end, index, wire.greet(end, self._read("secret", 0), wanted), self._index)
-        self._remaining_s([index])
+                secret = wire.greet(connection, self._read("secret", 0), wanted)
+                return self._peer(connection, index, secret, self._index)
+        self._check_in_time([index])
         raise WorkerError(f"rank {self._ranks[self._index]} cannot reach rank {self._ranks[index]}. {_ADDRESS_ADVICE}")
 
     def _accept(self, listener: socket.socket, expected: set[int]) -> None:
@@ -169,30 +174,32 @@ class _Meeting:
         while missing := expected - self.accepted.keys():
             listener.settimeout(min(self._remaining_s(missing), _STORE_POLL_S))
             with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
-                end = cleanup.enter_context(listener.accept()[0])
-                end.settimeout(3.0)
-                end.sendall(hello := wire.new_hello())
-                if proved := wire.check_reply(self._read("secret", 0), hello, wire.read_exactly(end, wire.REPLY_BYTES)):
+                connection = cleanup.enter_context(listener.accept()[0])
+                connection.settimeout(3.0)
+                connection.sendall(hello := wire.new_hello())
+                reply = wire.read_exactly(connection, wire.REPLY_BYTES)
+                if proved := wire.check_reply(self._read("secret", 0), hello, reply):
                     proof, wanted, secret = proved
-                    end.sendall(proof)
+                    connection.sendall(proof)
                     index = int.from_bytes(wanted.session, "little")
-                    self.accepted[index] = self._peer(end, index, secret, index)
+                    self.accepted[index] = self._peer(connection, index, secret, index)
                     cleanup.pop_all()
 
-    def _peer(self, end: socket.socket, index: int, secret: wire.Secret, flag: int) -> Peer:
+    def _peer(self, connection: socket.socket, index: int, secret: wire.Secret, flag: int) -> Peer:
         """Return the peer at the other end of an authenticated connection.
 
         Raises `SavableError` if it is a process of another user, or if batches cannot be authenticated.
         """
         ranks = f"ranks {self._ranks[self._index]} and {self._ranks[index]}"
-        if end.family == socket.AF_UNIX:
-            _process, user, _group = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if connection.family == socket.AF_UNIX:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _process, user, _group = struct.unpack("3i", credentials)
             if user != os.geteuid():
                 raise SavableError(f"{ranks} share batches as users {os.geteuid()} and {user}. Start them as one user.")
-            return Peer(self._ranks[index], flag, Channel(end, blocking=False))
+            return Peer(self._ranks[index], flag, Channel(connection, blocking=False))
         if not wire.can_authenticate_bodies():
             raise SavableError(f"{ranks} share batches between machines. Run pip install cryptography on both.")
-        return Peer(self._ranks[index], flag, LinkChannel(wire.Link(end, secret)))
+        return Peer(self._ranks[index], flag, LinkChannel(wire.Link(connection, secret)))
 
 
 def reach(family: int, address: Any) -> socket.socket | None:
@@ -200,7 +207,7 @@ def reach(family: int, address: Any) -> socket.socket | None:
 
     The Unix socket of a process on another machine cannot be reached.
     """
-    if (end := socket.socket(family)).connect_ex(address) == 0:
-        return end
-    end.close()
+    if (connection := socket.socket(family)).connect_ex(address) == 0:
+        return connection
+    connection.close()
     return None

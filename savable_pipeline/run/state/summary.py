@@ -15,7 +15,7 @@ from savable_pipeline.core.run_facts import RunFacts
 from savable_pipeline.data.dataset.ref import REF
 from savable_pipeline.errors import StateError
 from savable_pipeline.run.state.fingerprint import unpack_fingerprint
-from savable_pipeline.run.state.flights import SLOTS, read_flights
+from savable_pipeline.run.state.flights import EPOCH_SHIFT, read_flights
 from savable_pipeline.run.state.lane_state import LaneState, damaged, restoring, unpack_state
 from savable_pipeline.run.state.state_dict import JSON_FILE, check_flat, from_json, lane_name, lane_numbers, read_facts
 
@@ -120,7 +120,7 @@ def _flights_as_setting(state: Mapping[str, Any]) -> dict[str, str]:
     if not rows:
         return {}
     oldest = min((flight for flights in by_lane.values() for flight in flights), key=lambda flight: flight.batch)
-    epoch, slot = divmod(oldest.batch, SLOTS + 1)
+    epoch, slot = divmod(oldest.batch, 1 << EPOCH_SHIFT)
     lanes = ", ".join(f"lane {lane}: {number:,}" for lane, number in sorted(rows.items()))
     row = (oldest.open_rows & -oldest.open_rows).bit_length() - 1  # the lowest bit that is set
     return {"in flight": f"{sum(rows.values()):,} rows, the oldest row {row} of slot {slot:,}, epoch {epoch}; {lanes}"}

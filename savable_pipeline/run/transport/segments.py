@@ -41,6 +41,7 @@ from savable_pipeline.run.transport.status_page import anonymous_file
 Span: TypeAlias = tuple[int, int]  # offset and length in bytes
 
 ALIGN = 64  # alignment of buffers in bytes; also the number of flags, and so the most readers of a segment
+_FIRST_BUFFER = ALIGN  # offset of the first buffer, after the flags
 MOST_VIEWED = 8  # batches of one worker that the trainer may view at a time; it gets copies of further ones
 _ROUND_BYTES = 1 << 16  # the size of a segment is a multiple of this
 _SPARE_BATCHES = 32  # batches in a row with a spare segment, after which it is dropped
@@ -79,8 +80,8 @@ class _NextBatch:
     number: int
     fd: int | None  # the segment's descriptor if the trainer does not have it yet
     dropped: tuple[int, ...]  # segments that this one replaces
-    address: int
-    end: int = ALIGN  # the end of the allocated part
+    address: int  # of the segment in this process
+    end_offset: int = _FIRST_BUFFER  # of the allocated part
 
 
 class SegmentWriter:
@@ -88,10 +89,11 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self._segments: dict[int, mmap.mmap] = {}  # by number, the last used at the end
-        self._count = self._spare = 0  # segments created so far, and batches in a row for which several were free
+        self._created_count = 0  # number of segments created so far
+        self._spare_count = 0  # number of batches in a row for which several segments were free
         self._expected_bytes = 0  # size of the next batch, estimated from earlier ones
         self._missing_bytes = 0  # size of the allocations for the next batch that had no room in its segment
-        self._current: _NextBatch | None = None
+        self._next_batch: _NextBatch | None = None
         # views of this process, by segment
         self._views: WeakValueDictionary[int, NDArray[np.uint8]] = WeakValueDictionary()
 
@@ -100,26 +102,25 @@ class SegmentWriter:
 
         There is no room before the first batches, because their size is unknown.
         """
-        if self._current is None:
+        if self._next_batch is None:
             if size > self._expected_bytes:
                 return None
-            self._current = self._take_segment(self._expected_bytes)
-        current = self._current
-        whole = self._view(current.number)
-        start = current.end
+            self._next_batch = self._take_segment(self._expected_bytes)
+        batch = self._next_batch
+        whole = self._view(batch.number)
+        start = batch.end_offset
         if start + size > len(whole):
             self._missing_bytes += _aligned(size)
             return None
-        current.end = _aligned(start + size)
+        batch.end_offset = _aligned(start + size)
         return memoryview(whole)[start : start + size]  # type: ignore[arg-type]
 
     def allocated(self, address: int, size: int) -> memoryview | None:
-        """Return the bytes at an address if they belong to the next batch, else None."""
-        current = self._current
-        if current is None or not ALIGN <= address - current.address <= current.end - size:
+        """Return the `size` bytes at an address if the next batch has them, else None."""
+        batch = self._next_batch
+        if batch is None or not _FIRST_BUFFER <= (start := address - batch.address) <= batch.end_offset - size:
             return None
-        start = address - current.address
-        return memoryview(self._view(current.number))[start : start + size]  # type: ignore[arg-type]
+        return memoryview(self._view(batch.number))[start : start + size]  # type: ignore[arg-type]
 
     def _view(self, number: int) -> NDArray[np.uint8]:
         """Return the bytes of a segment: uint8 (segment size,).
@@ -135,8 +136,8 @@ class SegmentWriter:
 
         If the last batch failed, reuse the memory allocated for it, unless that is still viewed.
         """
-        if self._current is not None and self._current.number not in self._views:
-            self._current.end = ALIGN
+        if self._next_batch is not None and self._next_batch.number not in self._views:
+            self._next_batch.end_offset = _FIRST_BUFFER
 
     def write(self, views: Sequence[memoryview], pieces: Sequence[Buffer] = ()) -> WrittenBatch:
         """Write the bytes of one-dimensional views to a segment.
@@ -144,19 +145,19 @@ class SegmentWriter:
         Views of memory from `allocate` are in the segment already. The `pieces` are written end to end, as one more
         buffer: the last of the spans.
         """
-        current, self._current = self._current, None
-        spans, end = _layout(views, current)
+        batch, self._next_batch = self._next_batch, None
+        spans, end = _layout(views, batch)
         piece_bytes = sum(map(len, pieces))
         dropped: tuple[int, ...] = ()
-        if current is not None and end + piece_bytes > len(self._segments[current.number]):
-            dropped = self._discard(current)
-            current = None
+        if batch is not None and end + piece_bytes > len(self._segments[batch.number]):
+            dropped = self._discard(batch)
+            batch = None
             spans, end = _layout(views, None)
         self._expected_bytes = max(_aligned(end + piece_bytes) + self._missing_bytes, self._expected_bytes * 7 // 8)
         self._missing_bytes = 0
-        if current is None:
-            current = self._take_segment(end + piece_bytes)
-        segment = self._segments[current.number]
+        if batch is None:
+            batch = self._take_segment(end + piece_bytes)
+        segment = self._segments[batch.number]
         for (offset, length, in_segment), view in zip(spans, views, strict=True):
             if not in_segment:
                 segment[offset : offset + length] = view
@@ -166,16 +167,16 @@ class SegmentWriter:
         for piece in pieces:
             segment[end : end + len(piece)] = piece
             end += len(piece)
-        return WrittenBatch(current.number, current.fd, dropped + current.dropped, written)
+        return WrittenBatch(batch.number, batch.fd, dropped + batch.dropped, written)
 
-    def _discard(self, current: _NextBatch) -> tuple[int, ...]:
-        """Free the segment of the next batch, which is too small. Return the numbers of the segments it replaced."""
-        if current.fd is None:
-            self._segments[current.number][0] = _FREE  # the trainer's flag
+    def _discard(self, batch: _NextBatch) -> tuple[int, ...]:
+        """Free the segment of a batch, which is too small for it. Return the numbers of the segments it replaced."""
+        if batch.fd is None:
+            self._segments[batch.number][0] = _FREE  # the trainer's flag
         else:  # the trainer does not know the segment yet
-            os.close(current.fd)
-            del self._segments[current.number]
-        return current.dropped
+            os.close(batch.fd)
+            del self._segments[batch.number]
+        return batch.dropped
 
     def _take_segment(self, size: int) -> _NextBatch:
         """Take a free segment of at least this size, or create one, and mark it as in use."""
@@ -184,9 +185,10 @@ class SegmentWriter:
         large_enough = [number for number in free if len(self._segments[number]) >= size]
         fd, dropped = None, (retired + free)[:1]
         if large_enough:
-            self._spare = self._spare % _SPARE_BATCHES + 1 if len(large_enough) > 1 else 0
-            number, dropped = large_enough[-1], large_enough[: self._spare // _SPARE_BATCHES]
-            self._segments[number] = self._segments.pop(number)
+            self._spare_count = self._spare_count % _SPARE_BATCHES + 1 if len(large_enough) > 1 else 0
+            dropped = large_enough[:1] if self._spare_count == _SPARE_BATCHES else []
+            number = large_enough[-1]
+            self._segments[number] = self._segments.pop(number)  # move it to the end, as the last used
         else:
             size = -(-size // _ROUND_BYTES) * _ROUND_BYTES
             fd = anonymous_file("savable_pipeline batch", size)
@@ -195,8 +197,8 @@ class SegmentWriter:
             except OSError:
                 os.close(fd)
                 raise
-            self._count += 1
-            number = self._count
+            self._created_count += 1
+            number = self._created_count
             self._segments[number] = mapped
         for unused in dropped:
             del self._segments[unused]  # unmapped when this process no longer views it
@@ -207,19 +209,19 @@ class SegmentWriter:
         return segment[:ALIGN] == _ALL_FREE and number not in self._views
 
 
-def _layout(views: Sequence[memoryview], current: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
+def _layout(views: Sequence[memoryview], batch: _NextBatch | None) -> tuple[list[tuple[int, int, bool]], int]:
     """Return (offset, length, whether it is in the segment already) for each view, and the offset after all views.
 
-    `current` is the segment of the next batch, if parts of it are allocated.
+    `batch` is the batch to write if parts of it are allocated, else None.
     """
     spans = []
-    end = ALIGN if current is None else current.end
+    end = _FIRST_BUFFER if batch is None else batch.end_offset
     for view in views:
         offset = end
         in_segment = False
-        if current is not None:
-            start = np.frombuffer(view, np.uint8).ctypes.data - current.address
-            in_segment = start >= ALIGN and start + len(view) <= current.end
+        if batch is not None:
+            start = np.frombuffer(view, np.uint8).ctypes.data - batch.address
+            in_segment = start >= _FIRST_BUFFER and start + len(view) <= batch.end_offset
             offset = start if in_segment else end
         spans.append((offset, len(view), in_segment))
         end = max(end, _aligned(offset + len(view)))

@@ -386,7 +386,7 @@ def plan_run(
         ranks=ranks,
         nodes=nodes,
         lanes=settings.lanes,
-        by_default=settings.by_default,
+        by_default=settings.has_default_lanes,
         planned_lanes=lanes,
         better_lanes=better_lanes(settings, choices, planned=lanes),
         path=repr(stages.last),

@@ -179,7 +179,7 @@ def report_page(ledger: LedgerFiles) -> bytes:
         recorded=recorded,
         samples=sum(recorded.samples),
         starts=_starts(ledger, recorded),
-        started=len(ledger.together),
+        started=len(ledger.starts_together),
         waited=wait_verdict(counters),
         advice=list(run_advice(counters, slowest_wait=slowest_wait)),
         seconds=counters.seconds,
@@ -209,7 +209,7 @@ def report_page(ledger: LedgerFiles) -> bytes:
 def _starts(ledger: LedgerFiles, recorded: BatchCounts) -> list[StartRow]:
     """Return rows of the last starts, in the order of time."""
     rows = []
-    for group in ledger.together[-_MOST_STARTS:]:
+    for group in ledger.starts_together[-_MOST_STARTS:]:
         at = datetime.fromtimestamp(group[0].number / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S")
         counts = [recorded.yielded_and_lost[number] for number in {start.number for start in group}]
         yielded, lost = map(sum, zip(*counts, strict=True))

@@ -309,14 +309,14 @@ def test_counted_epoch_yields_the_rest_after_half_of_it_is_excluded(shards: Path
 def passes(made: sp.SavableLoader, plan: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     """The batches up to the end of the third epoch, and the state before each, as saved just before a decision."""
     found, states, run = [], [made.state_dict()], made.__savable_run__()
-    if run.position.next_batch in plan:
-        assert made.reconfigure(**plan[run.position.next_batch]) == run.position.next_batch
-    while run.position.next_batch < 3 << 40:
+    if run.position.next_batch_number in plan:
+        assert made.reconfigure(**plan[run.position.next_batch_number]) == run.position.next_batch_number
+    while run.position.next_batch_number < 3 << 40:
         for batch in made:
             found.append(batch)
             states.append(made.state_dict())
-            if run.position.next_batch in plan:
-                assert made.reconfigure(**plan[run.position.next_batch]) == run.position.next_batch
+            if run.position.next_batch_number in plan:
+                assert made.reconfigure(**plan[run.position.next_batch_number]) == run.position.next_batch_number
     return found, states[:-1]
 
 

@@ -140,7 +140,7 @@ def asked_by(one: Run, sent: int | None) -> int | None:
             raise Asked
         return found
 
-    one.agree = agree
+    one.vote_function = agree
     with contextlib.suppress(RuntimeError, Asked):
         next(one)
     return asked[0] if asked else None

@@ -175,7 +175,7 @@ def test_fresh_lanes_of_a_dead_rank_have_the_spans_of_the_survivors(shards: Path
     with loader(partial(make, size=4), lanes=8, tail="pad") as both:
         start = both.state_dict()
         found = [pair for _ in range(2) for pair in counted(next(both))]
-    survivor = Run(LoaderSettings(partial(make, size=4), seed=3, lanes=8, tail="pad", ranks=(0, 2)), agree=int)
+    survivor = Run(LoaderSettings(partial(make, size=4), seed=3, lanes=8, tail="pad", ranks=(0, 2)), vote_function=int)
     survivor.skip(2)
     with loader(partial(make, size=4), lanes=8, tail="pad") as both:
         state = complete_state(both, [survivor.state_dict()], start)

@@ -333,9 +333,9 @@ def test_ranks_with_other_lanes_are_an_error(tmp_path: Path) -> None:
     values: dict[str, str] = {}
     first, second = (run_of(sp.SavableLoader(pipeline, seed=7, ranks=(rank, 2))) for rank in range(2))
     second.load_state_dict(sp.SavableLoader(pipeline, seed=7, lanes=6).state_dict())
-    check_same_data(SharedStore(0, values), first.states.fingerprint, by_default=True)
+    check_same_data(SharedStore(0, values), first.states.fingerprint, has_default_lanes=True)
     with pytest.raises(sp.CheckpointMismatchError, match=r"rank 1 and rank 0 found different .* or lanes"):
-        check_same_data(SharedStore(1, values), second.states.fingerprint, by_default=True)
+        check_same_data(SharedStore(1, values), second.states.fingerprint, has_default_lanes=True)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn", "thread"])

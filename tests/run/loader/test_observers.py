@@ -38,7 +38,7 @@ class Count(Observer):
         self.told.append(f"end of epoch {position.epoch}" if position.is_over else f"skip at {position.slot}")
 
     def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
-        state["counted"] = position.history.total - lag
+        state["counted"] = position.history.batch_count - lag
 
     def on_load(self, position: Position, state: Mapping[str, Any] | None) -> Callable[[], None] | None:
         if state is not None and "counted" not in state:

@@ -157,7 +157,7 @@ def test_arguments_of_the_loader_are_its_settings() -> None:
     """Written out in its signature for those who read it there; every name, type and default but one is the same."""
     arguments = [*inspect.signature(sp.SavableLoader).parameters.values()]
     *settings, last = inspect.signature(LoaderSettings).parameters.values()
-    assert str(last) == "by_default: 'bool' = False"
+    assert str(last) == "has_default_lanes: 'bool' = False"
     assert [str(one).partition(" = Workers")[0] for one in arguments] == [
         str(one).partition(" = <fac")[0].replace("lanes: 'int' = 96", "lanes: 'int | None' = None") for one in settings
     ]

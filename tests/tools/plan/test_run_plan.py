@@ -55,7 +55,7 @@ def _epoch(settings: LoaderSettings, ranks: int) -> list[list[Any]]:
     """Return the batches of an epoch for each rank. One rank votes for all, because their lanes are alike."""
     given = []
     for rank in range(ranks):
-        with Run(replace(settings, ranks=(rank, ranks)), agree=lambda vote: vote) as run:
+        with Run(replace(settings, ranks=(rank, ranks)), vote_function=lambda vote: vote) as run:
             given.append(list(iter(run)))
     return given
 
@@ -167,7 +167,7 @@ def test_node_downloads_the_planned_bytes(
         (source,) = plan_run(settings, ranks=4, nodes=4).sources
         monkeypatch.setenv("SAVABLE_CACHE", str(tmp_path / "node"))
         server.ranges.clear()
-        with Run(replace(settings, ranks=(0, 4)), agree=lambda vote: vote) as node:
+        with Run(replace(settings, ranks=(0, 4)), vote_function=lambda vote: vote) as node:
             assert len(list(iter(node))) == 20
         fetched = server.sent()
     assert source.remote and source.samples == 400
