@@ -127,7 +127,7 @@ class History:
 
     def _resume_older(self) -> None:
         given = self._loaders[0].__savable_run__().position.history
-        most = min(len(given.batches), given.total - given.decided_at, self._slot - self._changed)
+        most = min(len(given.batches), given.batch_count - given.decided_at, self._slot - self._changed)
         lags = [lag for lag in range(most + 1) if not lag * len(self._loaders) % LANES]
         state = self._state(lag := max(lags))
         self._slot -= lag * len(self._loaders)
