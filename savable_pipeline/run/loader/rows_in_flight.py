@@ -89,16 +89,20 @@ class RowsInFlight(Repeater):
             step.batch = {**step.batch, RECEIPTS: receipts}
 
     def _repeat(self, step: BatchStep, flight: OpenFlight, size: int) -> torch.Tensor:
-        """Record that `flight`, the first waiting batch, is repeated. Return the receipts of its `size` rows.
+        """Record that a batch is repeated, and return the receipts of its rows.
 
-        If all rows of the rebuilt batch are lost, it consists of padding.
+        `flight` is the first of the batches that wait to be repeated, and `step` has the rebuilt one. `size` is the
+        number of its rows with padding, or 0 if batches are not padded. If all its samples are excluded or of removed
+        sources, all its rows are padding. A batch that was added only as padding has no samples either.
         """
         rows, size = step.delivery.remaining, size or step.delivery.rows
         if not rows:
             step.samples = BatchSamples()
             if isinstance(step.batch, dict):
-                # `step.batch` comes last, because the encoder may have its own key "valid"
+                # `receipts_of(0, size)` has only -1, so "valid" is False for each row.
+                # `step.batch` comes last, because the encoder may have its own key "valid".
                 step.batch = {VALID: receipts_of(0, size)[:, 0] >= 0, **step.batch}
+        # `step.before` is the position before this batch, so this is the number of earlier batches.
         step.repeated = self.table.issue_again(step.before.history.batch_count, rows)
         return receipts_of(flight.batch, size, step.repeated, rows)
 

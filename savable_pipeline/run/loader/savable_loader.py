@@ -335,11 +335,13 @@ class SavableLoader:
         return rows
 
     def receipts(self) -> torch.Tensor:
-        """Return the receipts of the last batch's rows, also in a dict's "receipts".
+        """Return the receipts of the last batch's rows.
 
-        A row is an item or a pack of the batch. Its receipt is its slot and its number in the batch, in each resume and
-        on any rank. In later epochs of a finite run the slot is `epoch << 40 | slot`. Padding rows, and rows that were
-        acknowledged before their batch was repeated, have -1 and must not be trained on.
+        If the batch is a dict, its key "receipts" has them too. A row is an item or a pack of the batch. Its receipt
+        has two numbers: the slot of the batch, and the number of the row in the batch. A repeated row has the same
+        receipt, after each resume and on whichever rank. In later epochs of a finite run the slot is
+        `epoch << 40 | slot`. Padding rows, and rows that were acknowledged before their batch was repeated, have -1 and
+        must not be trained on.
 
         Returns:
             int64 (rows, 2); (0, 2) before the first batch.
@@ -354,12 +356,13 @@ class SavableLoader:
             >>> def pipeline(lane):
             ...     return sp.Batcher(sp.Encode(sp.TarShardReader("shards/", lane), Numbers()), size=2)
             >>> loader = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
-            >>> first, second = (next(loader), loader.receipts()), (next(loader), loader.receipts())
-            >>> loader.acknowledge(second[1])
-            >>> loader.drop(first[1][:1], "stale")
+            >>> first, first_receipts = next(loader), loader.receipts()
+            >>> second, second_receipts = next(loader), loader.receipts()
+            >>> loader.acknowledge(second_receipts)
+            >>> loader.drop(first_receipts[:1], "stale")
             >>> resumed = sp.SavableLoader(pipeline, seed=7, acknowledge=True)
             >>> resumed.load_state_dict(loader.state_dict())
-            >>> bool((next(resumed) == first[0]).all()), resumed.receipts().tolist()
+            >>> bool((next(resumed) == first).all()), resumed.receipts().tolist()
             (True, [[-1, -1], [0, 1]])
         """
         return self._rows.receipts(self._run.position)
