@@ -56,7 +56,7 @@ class ThreadConnection:
         self._answers: deque[tuple[int, WorkerAnswer]] = deque()
         self._shard_errors: list[str] = []
         self._shard_check = ShardCheck(self._shard_errors.append)
-        self._words = memoryview(bytearray(32)).cast("Q")  # the first words of a `StatusPage`
+        self._words = memoryview(bytearray(32)).cast("Q")  # depth, index, epoch and request, as in `StatusPage`
         start_request(self._words, 0)
         self._shard_check.runner = self._runner = LaneRunner(
             job, shared=ThreadValues(host.shared, host.lock), status=self._words, pinned=dict(pinned)
@@ -65,11 +65,12 @@ class ThreadConnection:
         self.thread.start()
 
     def _work(self) -> None:
-        self._add_answer(STARTED, 1)
+        self._add_answer(STARTED, 1)  # any int reports the start; worker processes send their process ID
         try:
+            # While the thread is idle, `next_request` looks for changed shards.
             while (request := self._shard_check.next_request(self._requests)) is not None:
                 start_request(self._words, request.number)
-                self._add_answer(request.number, _detached(answer_request(self._runner, request)))
+                self._add_answer(request.number, _with_detached_batch(answer_request(self._runner, request)))
         except BaseException as error:  # for example SystemExit of an encoder, which would end a process
             self._host.events.put(WorkerEnd(self, f"ended by {type(error).__name__}"))
 
@@ -148,7 +149,8 @@ class ThreadHost(Host):
             )
 
     def _reset_shared(self) -> None:
-        self.shared: dict[Any, Any] = {}  # `ThreadValues.process` of threads that start from now on
+        # Values that the threads share, such as open datasets. Running threads keep the earlier dict and lock.
+        self.shared: dict[Any, Any] = {}
         self.lock = threading.RLock()
 
     def start_worker(self, pinned: PinnedShards) -> ThreadConnection:
@@ -205,7 +207,7 @@ def _check_seeds_nothing(last: Stage) -> Stage:
     return last
 
 
-def _detached(answer: Delivery | Failure) -> Delivery | Failure:
+def _with_detached_batch(answer: Delivery | Failure) -> Delivery | Failure:
     """Return the answer with a copy of its batch that shares no mutable object with the stages."""
     if isinstance(answer, Failure):
         return answer

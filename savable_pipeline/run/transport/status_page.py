@@ -49,8 +49,8 @@ class StatusPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._page = mmap.mmap(descriptor, _PAGE)
-        self.words = memoryview(self._page).cast("Q")
-        self._read_to = _PAGE  # stacks in the file have been read up to this offset
+        self.words = memoryview(self._page).cast("Q")  # the page as 64-bit words, for those before the text
+        self._read_to = _PAGE  # offset in the file up to which `new_stack` has read
 
     @classmethod
     def create(cls) -> StatusPage:
