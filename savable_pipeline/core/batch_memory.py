@@ -28,9 +28,9 @@ class Memory(Protocol):
         """Return `size` writable bytes, or None if there is no room for them."""
 
     def allocated(self, address: int, size: int) -> memoryview | None:
-        """Return the `size` bytes at an address, if `allocate` returned them.
+        """Return the `size` bytes at an address, or None.
 
-        They must be of the next batch. Otherwise the result is None.
+        The result is None unless `allocate` returned these bytes for the batch that is being built.
         """
 
 

@@ -203,8 +203,12 @@ class LaneRunner:
             store.verify_yielded()
 
     def stage_at(self, lane: int, state: bytes) -> Stage | None:
-        """Return the last stage of a lane that runs here at the position `state`, or None."""
+        """Return the last stage of a lane, or None.
+
+        The result is None unless the lane runs here and `state` is from its last delivery.
+        """
         running = self._running.get(lane)
+        # If it is the same object as in the last delivery, the lane has not moved since.
         return running.stage if running is not None and running.state is state else None
 
     def _restore(self, saved: LaneState) -> _RunningLane:
