@@ -96,7 +96,7 @@ def _group_by_blend(weights: Mapping[str, Weight], blends: Mapping[str, Blend]) 
         raise ValueError("reconfigure: weights= needs a Blend in the pipeline")
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"reconfigure: weights must be a dict by the sources of a Blend, not {weights!r}")
-    # by full name: the branch of the Blend, and the name of the source in it
+    # by full name: the branch of the Blend (`at`), and the name of the source in it
     sources = {f"{at}/{name}" if at else name: (at, name) for at, blend in blends.items() for name in blend.names}
     known = ", ".join(sorted(sources))
     if unknown := [name for name in weights if name not in sources]:
@@ -213,7 +213,8 @@ def applicable_decisions(decisions: Decisions, last: Stage, differing: Iterable[
 def check_decided(local: LocalLanes, decisions: Decisions) -> Decisions:
     """Return these decisions.
 
-    Raises ValueError if the pipeline cannot be built with them, or would become finite or endless.
+    Raises ValueError if the pipeline cannot be built with them, or if they would make an endless run finite or the
+    reverse. Only sources with a weight above 0 decide whether a Blend is endless.
     """
     is_endless = local.last_stage.info.endless
     if local.built_with(decisions).info.endless != is_endless:

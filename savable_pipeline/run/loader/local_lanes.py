@@ -70,17 +70,18 @@ def chunk_sizes(last: Stage, epoch: int) -> ChunkSizes:
 class LocalLanes:
     """Builds lanes in this process, to run or to inspect them.
 
-    `runner` runs lanes. `example_lane` is the one whose stages are inspected.
+    `runner` runs lanes. `example_lane` is the number of the lane that is built to inspect its stages.
     """
 
     def __init__(self, job: LaneJob, example_lane: int, pinned: PinnedShards | None = None) -> None:
         self._shared: dict[Any, Any] = {}
         self._job_lanes, self._example_lane = job.lanes, example_lane
-        self._example: Stage | None = None  # the last stage of the inspected lane
+        self._example: Stage | None = None  # the last stage of `example_lane`; None until it is built
         self._exclude_files: list[ExcludeFile] = []
         self._has_logged_hints = False  # whether hints about the pipeline were logged
-        self.facts = NO_FACTS  # facts of the run
-        self.pinned: PinnedShards = {} if pinned is None else pinned  # stays set after the shards are closed
+        self.facts = NO_FACTS  # what `use_facts` has set: grown datasets and decisions of `reconfigure`
+        # the shards and commits to read, and the number of lanes; `close` does not clear it
+        self.pinned: PinnedShards = {} if pinned is None else pinned
         self.runner = LaneRunner(job, shared=self._shared, pinned=self.pinned)
 
     @property
@@ -255,7 +256,7 @@ def log_hints(last: Stage) -> None:
 
 @cache
 def _warn_of_blocks() -> None:
-    """Warn about an unshuffled order, once in a process, because later loaders are similar."""
+    """Warn about an unshuffled order, once per process and not for each of its loaders."""
     log.warning(
         "only blocks of %d consecutive samples are shuffled. Add .shuffle(size), or set block_size=%d to silence this.",
         *(BLOCK_SIZE, BLOCK_SIZE),

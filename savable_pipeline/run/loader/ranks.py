@@ -256,10 +256,10 @@ def _env_world_size() -> int:
 
 
 def find_ranks(ranks: RanksLike, lanes: int | None) -> Ranks:
-    """Return the rank that the argument `ranks` of a loader names.
+    """Return the rank of this process and the world size.
 
-    With None, it is that of torch.distributed, or rank 0 of 1. Raises ValueError for an argument of another type, and
-    if `lanes` is a number that the world size does not divide.
+    `ranks` is the argument of a loader. If it is None, they are those of torch.distributed, or rank 0 of 1. Raises
+    ValueError for an argument of another type, and if `lanes` is a number that the world size does not divide.
     """
     ranks = _ranks_of(ranks) if ranks is not None else _detect_ranks()
     if lanes is not None:
