@@ -44,7 +44,7 @@ class Stats(Observer):
     """Counters of one loader since it was created.
 
     `find_sources` returns the name of each source ("" without a `Blend`) by its tag. It is called after the first
-    batch. Each of `others` returns the counters of another part of the run.
+    batch. Each function in `others` returns the counters of another part of the run, which `totals` includes.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Stats(Observer):
         self._wait_times, self._build_times = Recent(), Recent()
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
-        self._watched = (0, 0)  # bytes read, and number of items, in the timed batches
+        # bytes read and number of items, summed over the batches that `stage_timing` selects for measurements
+        self._bytes_and_items = (0, 0)
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
@@ -100,9 +101,9 @@ class Stats(Observer):
         watched = delivery.watched
         if watched is not None:
             self._slowest.add(watched)
-            bytes_read, items = self._watched
+            bytes_read, items = self._bytes_and_items
             batch_items = int(delivery.counts.get("Encode/items", 0))
-            self._watched = bytes_read + watched.bytes_read, items + batch_items
+            self._bytes_and_items = bytes_read + watched.bytes_read, items + batch_items
         for name, number in delivery.counts.items():
             if name.endswith("/ns"):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
@@ -146,7 +147,7 @@ class Stats(Observer):
             "batches": self._batches,
             "samples": self._samples.total(),
             **({} if tokens is None else {"tokens": tokens}),
-            **({"bytes": self._bytes_read()} if self._watched[1] else {}),
+            **({"bytes": self._bytes_read()} if self._bytes_and_items[1] else {}),
             "wait_s": self._wait_s,
             "work_s": self._work_s,
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
@@ -160,7 +161,7 @@ class Stats(Observer):
 
     def _bytes_read(self) -> int:
         """Return the bytes that were read, estimated from the timed batches."""
-        bytes_read, items = self._watched
+        bytes_read, items = self._bytes_and_items
         return int(bytes_read * (self._counts["Encode/items"] / items))
 
     def _source_counts(self) -> dict[str, int | float]:
