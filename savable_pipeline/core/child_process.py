@@ -97,7 +97,7 @@ class ChildProcess:
 
 
 def _close(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
-    """Close the connection and kill the process, unless this is a fork of its owner."""
+    """Close the connection. Kill the process too, unless called in a fork of its owner."""
     connection.close()
     if os.getpid() == owner:
         process.kill()

@@ -216,7 +216,8 @@ def pack_column(numbers: Integers) -> bytes:
 def _packed(numbers: Integers, least: int, most: int) -> bytes:
     """Pack integers with this minimum and maximum.
 
-    The first byte has their width, the number of bytes of each. All integers follow, or only one if they are equal.
+    The first byte is the number of bytes of each integer. All integers follow. If they are equal, only one follows,
+    and the first byte is larger by `_ONE_NUMBER`.
     """
     width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     if least == most:

@@ -63,7 +63,7 @@ class Node:
 
     def __init__(self, address: AgentAddress, *, trusted: bool = False) -> None:
         self.address = address
-        self.trusted = trusted
+        self.trusted = trusted  # whether nobody else can change the network's traffic, see `wire.LinkRequest`
         self.name = f"{address.host}:{address.port}"
         self.session = b""  # identifies this loader's session to the agent
         self.link: wire.Link | None = None  # set once node and trainer have agreed, until it is lost
@@ -83,6 +83,7 @@ class Node:
         connection = socket.create_connection(self.address[:2], _CONNECT_S)
         try:
             request = wire.LinkRequest(purpose, self.session, self.trusted)
+            # `greet` returns the secret that authenticates the connection.
             return wire.Link(connection, wire.greet(connection, self.address.key, request), memory)
         except BaseException:
             connection.close()
@@ -307,6 +308,7 @@ class SocketHost(Host):
         """
         node.tried_at = time.monotonic()
         if node.agreed is not None:
+            # `try_once` has stored the link and the number of workers.
             (node.link, node.workers), node.agreed = node.agreed, None
             log.info("%s has answered: %d workers", node.name, node.workers)
         elif node.differences:
