@@ -568,7 +568,8 @@ _FILTER_SAMPLES = 64  # samples to resample before and after a range, at least, 
 _CLOCK_ERROR_S = Fraction(1, 500)  # most by which a container's clock rounds a frame's time
 _MOST_SAMPLES = 1 << 30
 _MOST_HZ = 1 << 22  # above any real rate; a damaged header with more would take gigabytes to resample a moment
-_MOST_PLANES = 7  # channels that PyAV passes on in separate memory; with more, it reads beyond the end of a list
+# Most channels of audio that has each channel in memory of its own (a plane). With more, PyAV reads beyond a list.
+_MOST_PLANAR_CHANNELS = 7
 _OGG_S = 30  # seconds of Ogg that are decoded from the start, because seeking near it estimates positions from bytes
 
 
@@ -713,7 +714,7 @@ class Audio(MediaStream):
         """Convert a frame to float32 (channels, samples)."""
         if frame.layout.nb_channels != self.channels or frame.sample_rate != self.rate:
             raise MediaError(f"{self.name}: its audio changes from {self.channels} channels at {self.rate} Hz")
-        if frame.format.is_planar and self.channels > _MOST_PLANES:
+        if frame.format.is_planar and self.channels > _MOST_PLANAR_CHANNELS:
             frame = self._packed(frame)
         data: NDArray[Any] = frame.to_ndarray()
         if not frame.format.is_planar:
@@ -740,12 +741,12 @@ def resample(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) 
 
     The result has about the same duration.
     """
-    groups = [samples[first : first + _MOST_PLANES] for first in range(0, len(samples), _MOST_PLANES)]
+    groups = [samples[first : first + _MOST_PLANAR_CHANNELS] for first in range(0, len(samples), _MOST_PLANAR_CHANNELS)]
     return np.concatenate([_resample_group(group, rate, new_rate, name) for group in groups])
 
 
 def _resample_group(samples: NDArray[np.float32], rate: int, new_rate: int, name: str) -> NDArray[np.float32]:
-    """Resample at most `_MOST_PLANES` channels."""
+    """Resample at most `_MOST_PLANAR_CHANNELS` channels."""
     av = pyav()
     layout = f"{len(samples)}c"
     with media_errors(name, f"cannot be resampled from {rate} to {new_rate} Hz"):

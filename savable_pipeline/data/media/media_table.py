@@ -73,14 +73,15 @@ class MediaTable:
         return MediaTable(self.path, self._index, self._numbers[:shards])
 
     def find(self, store: RecordStore, shard: int, row: int, part: str) -> HeaderFacts | None:
-        """Return the headers of a part, or None.
+        """Return the headers of a part, or None if the table has none of it.
 
-        The time that this takes does not depend on the table's size.
+        `row` is the sample's row in the store. The time that this takes does not depend on the table's size.
         """
         if (media := self._opened.get(shard)) is None:
             if len(self._opened) >= _OPEN_SHARDS:
                 self._opened.clear()
             media = self._opened[shard] = self._open_shard(shard)
+            # the row of sample 0 of this shard; `rows` has an array of shards and one of their samples
             media.first_row = int(store.rows(np.array([shard]), np.zeros(1, np.int64))[0])
             self._check_rewritten(store, shard, media)
         return media.find(row - media.first_row, part)

@@ -58,8 +58,8 @@ def describe_url(
     The entries are by name, of the index that is on the server with the files. If the server cannot list its files, the
     files are those of the index.
     """
-    with locked_dataset(found, form, session) as (found, folder, own):
-        entries = () if own is None else own.index.shards
+    with locked_dataset(found, form, session) as (found, folder, index_version):
+        entries = () if index_version is None else index_version.index.shards
         return found, folder / METADATA_FOLDER, {entry.name: entry for entry in entries}
 
 
@@ -84,24 +84,25 @@ def locked_dataset(
 
     The third value is the version of the dataset's own index, which is on the server with the files, or None.
 
-    Without `counts`, Energon's counts are not downloaded from a web server that has an index, because the index has
-    the same counts.
+    `counts` says whether to download Energon's counts of samples. If it is False, they are skipped on a web server that
+    also has the dataset's index, where they can be read instead. Elsewhere they are downloaded in any case.
     """
     folder = dataset_folder(session.cache, f"{found.root} {form.index_name}")
     with locked_folder(folder):
         for leftover in folder.glob("*.tmp"):
             leftover.unlink()
-        own = _own_index(found.root, form, folder, session)
-        without_counts = not counts and own is not None and found.root.startswith("http")
+        index_version = _own_index(found.root, form, folder, session)
+        without_counts = not counts and index_version is not None and found.root.startswith("http")
         names = METADATA_FILES[len(COUNT_FILES) if without_counts else 0 :]  # the files of counts come first
-        _download_metadata(found.root, folder / METADATA_FOLDER, names, session, has_index=own is not None)
+        _download_metadata(found.root, folder / METADATA_FOLDER, names, session, has_index=index_version is not None)
         table = media_table_name(form.index_kind)  # this may be large, so it is copied instead of read
         _copy(found.root, table, session.stat(found.root, table), folder / METADATA_FOLDER / table, session)
         if not found.names:
-            known = _known_names(found.root, form, folder / METADATA_FOLDER, own)
+            known = _known_names(found.root, form, folder / METADATA_FOLDER, index_version)
+            # `whole`, whether these are all files below the folder, stays as it was
             found = RemoteShards.named(found.root, known, whole=found.whole)
         _check_names(found)
-        yield found, folder, own
+        yield found, folder, index_version
 
 
 def dataset_folder(cache: Path, dataset: str) -> Path:
@@ -120,13 +121,13 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known_names(root: str, form: Format, metadata: Path, own: Version | None) -> Sequence[str]:
+def _known_names(root: str, form: Format, metadata: Path, index_version: Version | None) -> Sequence[str]:
     """Return the sorted names of the files, by the dataset's index or Energon's list.
 
     Raises `ShardError`.
     """
-    if own is not None:
-        return own.index.shards.names
+    if index_version is not None:
+        return index_version.index.shards.names
     names = sorted(name for name in read_counts(metadata) or () if form.has(name))
     if not names:
         raise ShardError(

@@ -53,7 +53,7 @@ _TIMEOUT_S = 30.0  # seconds without a byte of a request, or fewer if the retrie
 _TIMEOUTS = 20  # a whole request may take this many times the timeout, because requests are small
 _UPLOAD_PART = 16 << 20  # bytes; an object has at most 10,000 parts, so 160 GB
 _MISSING = FileNotFoundError  # the base class of obstore's NotFoundError
-_MOST_SIGNED = 64  # open stores of signed URLs, each with its own connections
+_MOST_OBJECT_STORES = 64  # open stores of a single object's URL, each with its own connections
 _FINAL = (
     obstore.exceptions.PermissionDeniedError,
     obstore.exceptions.UnauthenticatedError,
@@ -66,8 +66,8 @@ _FINAL = (
 )
 # Texts of final errors that have no class in obstore: errors of a listing, and 400 for an expired token.
 _FINAL_TEXT = re.compile(r"status code: 40(?:[134]\b|0\b(?!.*RequestTimeout))|incorrectly configured region", re.DOTALL)
-# Addresses from which a cloud machine gets its credentials.
-_MACHINE_CREDENTIALS = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")
+# Addresses of the service from which a virtual machine of a cloud gets credentials, in AWS, Google Cloud and Azure.
+_METADATA_SERVICE = re.compile(r"/latest/(?:api/token|meta-data)|/computeMetadata/|/metadata/identity/")
 _CREDENTIALS = {
     "s3": ("AWS", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
     "gs": ("Google Cloud", "GOOGLE_APPLICATION_CREDENTIALS"),
@@ -118,7 +118,10 @@ class Pace:
 
     @contextlib.contextmanager
     def measure_request(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts the bytes of a request, and measure its time."""
+        """Yield a function to call with the size of each chunk that a request receives.
+
+        The time in this context is that of the request. Time with several requests in progress counts once.
+        """
         with self._lock:
             if not self._in_progress:
                 self._since = self._clock()
@@ -193,7 +196,7 @@ class ObjectStore:
         self._hub = Hub(cache, self._timeout_s)
         self.pace = Pace()
         self._stores: dict[str, obstore.store.ObjectStore] = {}
-        self._signed: dict[HubFile | str, obstore.store.ObjectStore] = {}
+        self._object_stores: dict[HubFile | str, obstore.store.ObjectStore] = {}
 
     def listing(self, root: str) -> Listing:
         """Return every object below `root`, with relative names.
@@ -253,7 +256,7 @@ class ObjectStore:
         """
         try:
             self._retried(f"{root}/{name}", lambda: obstore.put(self._store(root), name, path, chunk_size=_UPLOAD_PART))
-        except ShardError as error:
+        except ShardError as error:  # an upload creates its object, so only the bucket can be missing
             raise RemoteError(f"{root}/{name}: no such bucket or container. Check its name, or create it") from error
 
     def rename(self, root: str, name: str, new: str) -> None:
@@ -337,11 +340,11 @@ class ObjectStore:
 
     def _store_of_object(self, key: HubFile | str, url: str, headers: dict[str, str]) -> obstore.store.ObjectStore:
         """Return obstore's store for a single object, whose URL is used unchanged."""
-        if key not in self._signed:
-            if len(self._signed) >= _MOST_SIGNED:
-                self._signed.clear()
-            self._signed[key] = self._open_store(url, {"default_headers": headers})
-        return self._signed[key]
+        if key not in self._object_stores:
+            if len(self._object_stores) >= _MOST_OBJECT_STORES:
+                self._object_stores.clear()
+            self._object_stores[key] = self._open_store(url, {"default_headers": headers})
+        return self._object_stores[key]
 
     def _object(self, root: str, name: str) -> tuple[obstore.store.ObjectStore, str]:
         """Return the store of an object, and its name there.
@@ -431,7 +434,7 @@ def _missing_setting(url: str, error: Exception) -> str:
     if "Range request not supported" in text:
         return "the server does not support range requests. Copy the files to a disk or another server"
     name, variables = _CREDENTIALS.get(url.partition("://")[0], ("", ""))
-    if name and _MACHINE_CREDENTIALS.search(text):  # obstore asks the cloud machine for credentials if all else fails
+    if name and _METADATA_SERVICE.search(text):  # obstore asks it last, even outside a cloud
         return f"no {name} credentials found. Set {variables}"
     return ""
 

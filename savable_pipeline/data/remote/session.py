@@ -179,13 +179,16 @@ class Session:
         self._listings: dict[str, Listing] = {}
         self._stats: dict[tuple[str, str], tuple[int, str] | None] = {}
         self._contents: dict[tuple[str, str, int], bytes] = {}
-        self._computed: dict[Hashable, Any] = {}
+        self._once_results: dict[Hashable, Any] = {}  # results of `once`, by question
 
     def once(self, question: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of `compute` for this question, computed once until `forget`."""
-        if question not in self._computed:
-            self._computed[question] = compute()
-        found: T = self._computed[question]
+        """Return the result of `compute` for this question, computed once until `forget`.
+
+        A question is any value that identifies the result, such as the paths and the format of a dataset.
+        """
+        if question not in self._once_results:
+            self._once_results[question] = compute()
+        found: T = self._once_results[question]
         return found
 
     def connected(self) -> Downloader:
@@ -314,11 +317,11 @@ def close_scratch() -> None:
 def _open_job_session() -> Session:
     found = _job_sessions.get(os.getpid())
     if found is None or not found.cache.is_dir():
-        close_scratch()
+        close_scratch()  # ends the process of a session whose folder was deleted, if any
         root = Path(tempfile.mkdtemp(prefix="savable-"))
         atexit.register(shutil.rmtree, root, ignore_errors=True)
         found = _job_sessions[os.getpid()] = Session(root, cache_bytes(None, root))
-        found.connected()  # starts the downloading process
+        found.connected()  # starts the downloading process, which all sessions of this folder share
     return found
 
 

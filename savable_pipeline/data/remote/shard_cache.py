@@ -575,7 +575,7 @@ class BlockLayout:
     def headers_match(self, shard: int, fd: int, row: int) -> bool:
         """Return True, because blocks have no headers.
 
-        Only the server's version detects a change.
+        That the file has changed is only seen by its version on the server, such as its ETag.
         """
         return True
 

@@ -51,7 +51,7 @@ from savable_pipeline.data.shards.metadata import WRITTEN
 from savable_pipeline.data.shards.shard_list import ShardEntry, check_utf8
 from savable_pipeline.errors import ShardError
 
-_HEAD = struct.Struct("<QQQ")
+_HEAD = struct.Struct("<QQQ")  # of a scanned table: its bytes without rows, bytes of its rows, and the hash of both
 log = logging.getLogger(__name__)
 
 FileProgress: TypeAlias = Callable[[int, int], None]  # gets the number of files done, and of all
@@ -180,19 +180,19 @@ class ScannedTables:
         head = os.pread(file := self._file.fileno(), _HEAD.size, offset)
         if len(head) < _HEAD.size:
             return None
-        length, count, digest = _HEAD.unpack(head)
-        start = offset + _HEAD.size + length
-        if start + count > os.fstat(file).st_size:
+        encoded_size, rows_size, digest = _HEAD.unpack(head)
+        start = offset + _HEAD.size + encoded_size
+        if start + rows_size > os.fstat(file).st_size:
             return None
-        encoded = os.pread(file, length, offset + _HEAD.size)
-        # This process has the lock, so no other process writes, and many rows can be mapped.
-        mapped = partial(np.memmap, self._file, np.uint8, "r", start, (count,))
-        rows = os.pread(file, count, start) if count < _IN_MEMORY else mapped().data
+        encoded = os.pread(file, encoded_size, offset + _HEAD.size)
+        # Large rows are mapped instead of read. The file cannot change below them, because this process has the lock.
+        mapped = partial(np.memmap, self._file, np.uint8, "r", start, (rows_size,))
+        rows = os.pread(file, rows_size, start) if rows_size < _IN_MEMORY else mapped().data
         if xxh3_64_intdigest(rows, xxh3_64_intdigest(encoded)) != digest:
             return None
         try:
             table = msgspec.msgpack.decode(encoded, type=ShardTable)
-            return msgspec.structs.replace(table, rows=rows), start + count
+            return msgspec.structs.replace(table, rows=rows), start + rows_size
         except msgspec.DecodeError:  # written by another release
             return None
 

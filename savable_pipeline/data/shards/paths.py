@@ -110,9 +110,9 @@ class ListedFiles:
         At most `max_bytes[name]` are read of each.
         """
         found = {}
-        for name, most in max_bytes.items():
+        for name, limit in max_bytes.items():
             with contextlib.suppress(OSError), with_handles(partial(self._open, name)) as file:
-                found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, most))
+                found[name] = file.read(head_size(f"{self.root}/{name}", os.fstat(file.fileno()).st_size, limit))
         return found
 
     def sizes_of(self, names: Iterable[str]) -> Iterator[int]:
@@ -133,15 +133,15 @@ class ListedFiles:
         return replace(self, root=self.root / folder.strip("/"), names=[name[start:] for name in names], exact=exact)
 
 
-def head_size(path: str, size: int, most: int) -> int:
-    """Return how many bytes of a file of this size to read, at most `most`.
+def head_size(path: str, size: int, max_bytes: int) -> int:
+    """Return how many bytes of a file of this size to read, at most `max_bytes`.
 
-    An index of another program, for which `most` is `LARGEST_INDEX`, must be read whole. Raises `ShardError` if it is
-    larger.
+    For an index that another program wrote, `max_bytes` is `LARGEST_INDEX`. Such an index must be read whole. Raises
+    `ShardError` if it is larger.
     """
-    if size > most >= LARGEST_INDEX:
-        raise ShardError(f"{path}: {size:,} bytes, but an index has at most {most:,}. Split it, or pass format=")
-    return min(size, most)
+    if size > max_bytes >= LARGEST_INDEX:
+        raise ShardError(f"{path}: {size:,} bytes, but an index has at most {max_bytes:,}. Split it, or pass format=")
+    return min(size, max_bytes)
 
 
 def list_files(files: Shards) -> ListedFiles:

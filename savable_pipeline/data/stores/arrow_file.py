@@ -183,7 +183,7 @@ class Batches:
     """Index blob of a file by field, as uint64 words."""
 
     schema: int  # offset of the schema's message, or of the footer
-    is_in_footer: bool
+    is_in_footer: bool  # whether the schema is in the footer, as in a file; a stream has it in a message
     begins: FileBlob  # (batches,)
     ends: FileBlob  # (batches,)
     rows: FileBlob  # (batches,)
@@ -229,8 +229,9 @@ def arrow_matches_index(file: ByteSource, index: ShardIndex, number: int) -> boo
     batches = batches_of(index.blob(number))
     count = len(batches.rows)
     try:
-        schema = read_arrow_footer(file).digest if batches.is_in_footer else read_message(file, batches.schema).digest
-        if _digest(index.blob(number), schema) != int(index.shards.digests[number]):
+        # the hash of the metadata with the schema: of the footer, or of the message at the offset `batches.schema`
+        digest = read_arrow_footer(file).digest if batches.is_in_footer else read_message(file, batches.schema).digest
+        if _digest(index.blob(number), digest) != int(index.shards.digests[number]):
             return False
         for i in sorted({0, count // 2, count - 1}) if count else []:
             if read_message(file, int(batches.begins[i])).digest != batches.digests[i]:
@@ -240,8 +241,8 @@ def arrow_matches_index(file: ByteSource, index: ShardIndex, number: int) -> boo
     return True
 
 
-def _digest(blob: FileBlob, schema: int | None) -> int:
-    return xxh3_64_intdigest(blob.tobytes() + str([] if schema is None else [schema]).encode())
+def _digest(blob: FileBlob, schema_digest: int | None) -> int:
+    return xxh3_64_intdigest(blob.tobytes() + str([] if schema_digest is None else [schema_digest]).encode())
 
 
 def read_message(file: ByteSource, offset: int) -> ArrowMessage:

@@ -51,7 +51,9 @@ class DownloadedFiles(ShardFiles):
     def __init__(self, remote: RemoteFolder, numbers: Rows, *, all_used: bool) -> None:
         super().__init__()
         self.remote, self._cached, self._limit = remote, remote.cached, remote.session.limit
-        self._numbers = numbers  # numbers of the files in the cache's index
+        # A `shard` is a number among the files of this store. In the cache's index, which may have more files, it is
+        # `numbers[shard]`.
+        self._numbers = numbers
         fits = int(self._cached.shards.sizes[numbers].sum()) <= self._limit * PREFETCH_FRACTION
         self._blocks = DownloadBlocks(self._cached, in_pieces=all_used and fits)
         self._checked: set[int] = set()  # files that match the index

@@ -298,7 +298,10 @@ class ParquetStore(ColumnarStore):
         return 0 if found is None else sum((byte & 127) << 7 * digit for digit, byte in enumerate(found[1])) // 2
 
     def byte_ranges(self, shard: int, rows: Rows) -> tuple[Rows, Rows]:
-        """Return byte ranges of the decoded columns of the row groups with these rows."""
+        """Return the byte ranges of the wanted columns in the row groups of these rows.
+
+        See `RecordStore.byte_ranges`. The ranges are of the compressed columns, as they are in the file.
+        """
         if (ranges := self._column_bytes.get(shard)) is None:
             footer = self._file(shard).metadata
             groups = range(footer.num_row_groups)

@@ -48,7 +48,7 @@ _NPY_HEADER = 256  # most bytes of the header, unless an array has many dimensio
 _HEAD = 16  # first bytes of a part, by which its type is detected
 INSTEAD = "Read it with its own library, and write its samples with sp.ShardWriter"
 RECORDS, ROWS, WHOLE = range(3)  # units: records with offsets, rows of Arrow, or a file compressed as a whole
-PACKED = ("", "gz", "bz2", "zst")
+PACKED = ("", "gz", "bz2", "zst")  # compressions of a whole file, by their number in an index blob
 _MOST_RECORDS = 1 << 32
 _FRAMED, _ROWS = b"LDFZ01\0\0", b"LDARW01\0"  # first bytes of LitData's files: compressed by batch, and rows
 _SAMPLED_BYTES, _BLOCKS = 1 << 12, 8  # bytes to compare at each of this many positions of a file
@@ -250,8 +250,8 @@ class RecordLayout:
     """
 
     unit: int
-    packed: str
-    content: int | None
+    compression: str  # of the whole file, see `PACKED`
+    unpacked_size: int | None  # bytes of the decompressed file, None if unknown
     schema: bytes
     offsets: FileBlob
 
@@ -322,7 +322,7 @@ def is_as_listed(kind: RecordKind, file: ByteSource, index: ShardIndex, number: 
         return True
     entry = index.shards[number]
     layout = layout_of(index.blob(number), entry.samples)
-    known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.packed, layout.content)
+    known = ListedFile(entry.name, entry.samples, layout.schema, entry.size, layout.compression, layout.unpacked_size)
     try:
         return _table(kind, file, _listed_file(kind, file, entry.name) or known).entry.digest == entry.digest
     except ValueError:
@@ -361,7 +361,7 @@ def _table(kind: RecordKind, file: ByteSource, listed: ListedFile) -> ShardTable
 
 def layout_of(blob: FileBlob, samples: int) -> RecordLayout:
     """Decode the index blob of a file."""
-    unit, packed, content, length = blob[:4].tolist()
+    unit, packed, content, length = blob[:4].tolist()  # `content` is the unpacked size + 1, or 0 if it is unknown
     begin = 4 + -(-length // 8)
     end = begin + {RECORDS: samples + 1, ROWS: 2, WHOLE: 0}[unit]
     schema = blob[4:begin].tobytes()[:length]

@@ -44,7 +44,7 @@ from savable_pipeline.errors import ShardError
 _READ_WHOLE = 1 << 20  # a record of at most so many bytes is read at once, for all of its parts
 _READ_WHOLE_FOR_VALUES = 1 << 14  # the same limit if only the values of the record are needed
 _PIECE = 1 << 23  # bytes of a file to hash at a time
-_LIKELY = 3  # estimated compression ratio of a file whose decompressed size is unknown
+_LIKELY_RATIO = 3  # estimated compression ratio of a file whose decompressed size is unknown
 
 
 class _Record(NamedTuple):
@@ -169,7 +169,7 @@ class RecordFolderStore(GroupedStore):
         if not entry.samples:
             return [], 0
         layout = self._layout(shard)
-        size = layout.content or entry.size * (_LIKELY if layout.packed else 1)
+        size = layout.unpacked_size or entry.size * (_LIKELY_RATIO if layout.compression else 1)
         return self.group_ends(shard), size
 
     def group_ends(self, shard: int) -> list[int]:
@@ -183,7 +183,7 @@ class RecordFolderStore(GroupedStore):
         raw, unit, offsets = read(begin, end - begin), layout.unit, layout.offsets
         try:
             if unit == WHOLE:
-                raw = decompressed(raw, layout.packed, self._unpacked_bytes, layout.content)
+                raw = decompressed(raw, layout.compression, self._unpacked_bytes, layout.unpacked_size)
                 unit, offsets = layout_in(ByteSource.of(raw), expected, self.kind.chunked)
                 if unit == ROWS:
                     raw = raw[int(offsets[0]) : int(offsets[1])]

@@ -177,9 +177,9 @@ class RecordStore(StoreFacts, Protocol):
         """
 
     def array(self, shard: int, row: int, extension: str, /) -> NDArray[Any]:
-        """Return one part as a writable array (any,) in the memory for batches.
+        """Return one part as a writable array (any,): uint8, or numbers as stored.
 
-        It is uint8, or numbers as they are stored.
+        In a worker, its memory is that of the next batch if there is room.
 
         Args:
             shard: The number of the shard.

@@ -168,11 +168,13 @@ class FileNames:
         return [name for suffix, names in self._by_suffix.items() if suffix in suffixes for name in names]
 
     def lone(self, some: Iterable[str]) -> list[str]:
-        """Return those of `some` names whose stem no other file has, except tables.
+        """Return those of `some` names that share their stem with no other file.
 
-        An example is metadata.csv beside metadata.jsonl. Files for people are not returned.
+        Other tables do not count, so that metadata.csv is returned although there is a metadata.jsonl. Files for
+        people, such as a README, are not returned.
         """
         counts = ((name, self._stems_without_tables[stem_of(name)]) for name in some if not is_for_people(name))
+        # A count includes the file itself, unless it is a table: the file is alone at 1, a table at 0.
         return [name for name, count in counts if count == (suffix_of(name) not in TABLES)]
 
     def no_samples(self) -> set[str]:

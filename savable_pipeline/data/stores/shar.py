@@ -162,10 +162,14 @@ def _read(file: ByteSource, name: str) -> ShardTable:
 
 
 def _is_same(file: ByteSource, index: ShardIndex, number: int) -> bool:
-    """Return whether lines are as indexed. For a tar, only some bytes are compared."""
+    """Return whether a file has the content that was indexed.
+
+    A file of lines is compared as a whole, and a tar by some of its bytes.
+    """
     assert isinstance(index, BlobIndex), index
     if not index.shards.names[number].endswith(".tar"):
         return xxh3_64_intdigest(file.read()) == int(index.shards.digests[number])
+    # The blob has the names, offsets and sizes of the tar's members. Its hash is the start of the digest, see `_read`.
     return hash_some(xxh3_64(index.blob(number).tobytes()), file, *_SAMPLED) == int(index.shards.digests[number])
 
 

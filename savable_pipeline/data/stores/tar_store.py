@@ -196,9 +196,9 @@ class TarParts:
         return data if len(data) == size else data + self._files.read_rest(shard, offset + len(data), size - len(data))
 
     def array(self, shard: int, row: int, extension: str) -> NDArray[np.uint8]:
-        """Return the bytes of one part, uint8 (bytes,), in the memory for batches.
+        """Return the bytes of one part as a writable array: uint8 (bytes,).
 
-        Raises the errors of `read`.
+        Its memory is that of the next batch if there is room, see `empty_bytes`. Raises the errors of `read`.
         """
         offset, size = self._extent(row, extension)
         array = empty_bytes(size)

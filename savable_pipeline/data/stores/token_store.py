@@ -159,14 +159,17 @@ def _layout_in(file: ByteSource) -> TokenLayout:
 def _array_layout(file: ByteSource, size: int) -> TokenLayout:
     head = io.BytesIO(file.read_at(0, min(size, _LONGEST_HEADER)))
     if not head.getvalue().startswith(np.lib.format.MAGIC_PREFIX):
-        return TokenLayout()  # numbers without a header, as OLMo-core writes them, or damage; passing a type decides
+        # Either numbers without a header, as OLMo-core writes them, or a damaged file. It is read as numbers if the
+        # user passes their type, and is an error otherwise.
+        return TokenLayout()
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        with _header_lock:
+        with _header_lock:  # one thread at a time, because NumPy's parser fails in two
             shape, fortran, dtype = read(head)
-    except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:
+    except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:  # TokenError is of Python's tokenizer
         raise TokenFileError(f"not an .npy file, or its header is damaged: {error}. Write it again") from error
+    # The shape is (tokens,) or (rows, tokens of a row). With `fortran`, the file has column after column.
     if dtype.name not in TYPES or dtype.newbyteorder("<") != dtype or len(shape) not in (1, 2) or fortran:
         raise TokenFileError(f"array of {dtype} and shape {shape}: tokens must be little-endian numbers, in rows")
     tokens, begin = int(np.prod(shape, dtype=object)), head.tell()
