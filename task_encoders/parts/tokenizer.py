@@ -122,7 +122,8 @@ class Tokenizer:
             ranges: The starts and ends of the ranges, in characters.
 
         Raises:
-            ValueError: The tokenizer has no offsets, and tokenizes the text before a border differently from the whole.
+            ValueError: The tokenizer has no offsets, and tokenizes the text before the start or end of a range
+                differently from the whole text.
         """
         if not text or not ranges:
             ids = self.piece(text)
@@ -357,7 +358,10 @@ def _identity(tokenize: Any) -> str:
 
 
 def _rules_identity(tokenizer: Any, overrides: dict[str, None]) -> str:
-    """Return a hash of the JSON of a tokenizer of `tokenizers`, with some of its fields replaced."""
+    """Return a hash of the JSON of a tokenizer of the package `tokenizers`.
+
+    `overrides` has the fields to replace by null, because they do not belong to its rules.
+    """
     return _hash(json.dumps(json.loads(tokenizer.to_str()) | overrides, sort_keys=True).encode())
 
 
