@@ -92,7 +92,10 @@ def json_pipeline(folder: Path) -> Callable[[sp.Lane], custom.Stage]:
 
 
 def state(bench: Bench) -> None:
-    """Measure the size of a state, whose 96 lanes buffer 10,000 sample IDs, and the time of `state_dict()`."""
+    """Measure the size of a loader's state, and the time of `state_dict()`.
+
+    The loader's 96 lanes together buffer 10,000 sample IDs.
+    """
     with sp.SavableLoader(json_pipeline(prepare(bench.data, "json")), seed=1) as running:
         for _ in range(200):
             next(running)
