@@ -57,7 +57,7 @@ class StageBuffer:
         budget = MemoryBudget()
         if max_bytes is not None:
             budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
-        self._share = BudgetShare(budget, max_bytes=max_bytes)
+        self._share = BudgetShare(budget, max_bytes=max_bytes)  # this buffer's share of the memory budget
 
     @property
     def _owner(self) -> Stage:

@@ -126,7 +126,7 @@ class Tokenizer:
                 differently from the whole text.
         """
         if not text or not ranges:
-            ids = self.piece(text)
+            ids = self.piece(text)  # ids of the whole text
             return ids, np.zeros(len(ids), np.bool_)
         ids, spans = self._character_spans(text)
         mask = np.zeros(len(ids), np.bool_)
@@ -360,7 +360,7 @@ def _identity(tokenize: Any) -> str:
 def _rules_identity(tokenizer: Any, overrides: dict[str, None]) -> str:
     """Return a hash of the JSON of a tokenizer of the package `tokenizers`.
 
-    `overrides` has the fields to replace by null, because they do not belong to its rules.
+    `overrides` has the fields to replace by null, because calls may change them.
     """
     return _hash(json.dumps(json.loads(tokenizer.to_str()) | overrides, sort_keys=True).encode())
 

@@ -100,6 +100,7 @@ def state(bench: Bench) -> None:
         for _ in range(200):
             next(running)
         size = sum(len(value) for value in running.state_dict().values() if isinstance(value, bytes))
+        # `called` returns a `Way`, which measures the function
         save_100 = called(lambda: [running.state_dict() for _ in range(100)], units=100)
         bench.compare(f"10,000 sample IDs in 96 lanes: {size:,} bytes", "state", {"state_dict()": save_100})
 
