@@ -158,9 +158,9 @@ class EncoderCalls:
             raise self._error(name, error, which) from from_user_code(error)
 
     def sizes(self, elements: Sequence[Element]) -> tuple[Size, ...] | None:
-        """Return (length, images) of each built item.
+        """Return (length in tokens, number of images) of each built item.
 
-        Returns None if the encoder has no `length` of its own.
+        A length may be 0. Returns None if the encoder has no `length` of its own.
         """
         if not overrides(self.encoder, "length"):
             return None
@@ -220,7 +220,10 @@ class EncoderCalls:
             raise self._error(name, error) from from_user_code(error)
 
     def _error(self, name: str, error: Exception, which: str = "") -> EncodeError:
-        """Return an `EncodeError` that names the function, the stage with `which` call of it, and the lane."""
+        """Return an `EncodeError` that names the function, the stage and the lane.
+
+        `which` names the failed call of the stage, such as ", pack 3 (2 items)", or is "".
+        """
         return EncodeError(
             f"{name} failed: {described(error)}. Fix it and resume.\n  stage {self._stage}{which} of {self._lane}"
         )

@@ -135,7 +135,10 @@ class Filter(ChunkedStage, SampleStage, ItemStage):
         return None
 
     def _count(self, results: Sequence[bool | None]) -> None:
-        """Count results of `_try`. Raises `EncodeError` if very many elements in a row were dropped."""
+        """Count results of `_try`, which are None for lost or failed elements.
+
+        Raises `EncodeError` if `StageInfo.max_empty` consecutive elements did not pass.
+        """
         if dropped := results.count(False):
             self.counts["filtered"] += dropped
         self._passed += results.count(True)

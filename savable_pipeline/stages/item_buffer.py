@@ -57,7 +57,7 @@ class StageBuffer:
         budget = MemoryBudget()
         if max_bytes is not None:
             budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
-        self._share = BudgetShare(budget, max_bytes=max_bytes)
+        self._share = BudgetShare(budget, max_bytes=max_bytes)  # this buffer's share of the memory budget
 
     @property
     def _owner(self) -> Stage:
@@ -212,13 +212,13 @@ class ItemBuffer(StageBuffer):
 
         Args:
             at: The position of the element, from 0, or -1 for the last.
-            last_fills: Whether to move the last element to this position, instead of all later ones by one.
+            last_fills: Whether the last element takes this position. Otherwise all later ones move forward by one.
         """
         element = self._elements[at]
         if last_fills:
             self._elements[at] = self._elements[-1]
         del self._elements[-1 if last_fills else at]
-        self._share.release([element])
+        self._share.release([element])  # its bytes of the memory budget
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:

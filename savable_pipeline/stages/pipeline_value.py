@@ -86,7 +86,7 @@ class PipelineStep:
     def tree(self, label: str = ALONE) -> str:
         """Return the tree of the stages for printing.
 
-        `label` is the name of this step among several sources.
+        `label` is the name that the next step gives this one, if it has several sources.
         """
         arguments = [_argument_text(value) for value in self.arguments if value is not None]
         arguments += [f"{name}={_argument_text(value)}" for name, value in self.options.items()]

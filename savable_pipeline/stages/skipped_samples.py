@@ -94,7 +94,7 @@ class SkippedSamples:
         self._by_source = SourceCounts(counts)
         self._skipped_in_row = 0  # number of consecutive samples without an item, including excluded ones
         self._elements: list[Element] = []  # what the call added since `begin`
-        self._elements_at_reset = 0  # number of these elements at the last `_reset_rows`
+        self._elements_at_reset = 0  # number of these elements at the last `_reset_consecutive`
 
     def begin(self, elements: list[Element]) -> _Snapshot:
         """Return a snapshot of the counts before a call that may fail.
@@ -118,14 +118,17 @@ class SkippedSamples:
         del self._elements[elements:]
 
     def end(self, tags: frozenset[int]) -> None:
-        """Count the elements of a call that succeeded. `tags` are those of all sources."""
+        """Count the elements of a call that succeeded.
+
+        `tags` are the tags of all sources that the stage reads. A sample's index has the tag of its source.
+        """
         if self._elements:
             if self._skipped_in_row or self._by_source.dropped_in_row:
-                self._reset_rows()
+                self._reset_consecutive()
             self._by_source.count_items(self._elements, tags)
             self._elements = []
 
-    def _reset_rows(self) -> None:
+    def _reset_consecutive(self) -> None:
         """Restart counting consecutive samples without an item, if items were added since the last restart."""
         if self._elements[self._elements_at_reset :]:
             self._by_source.reset_rows(self._elements[self._elements_at_reset :])
@@ -134,11 +137,11 @@ class SkippedSamples:
     def count_skip(self, sample: Sample, skip: Skip) -> None:
         """Count a skipped sample.
 
-        Raises `EncodeError` if `StageInfo.max_empty` samples in a row had no item. Such rows are counted for all
-        sources together, and for each source. The row of a source does not include excluded samples, because a file may
-        exclude a whole source.
+        Raises `EncodeError` if `StageInfo.max_empty` consecutive samples had no item. They are counted for all
+        sources together, and for each source. The count of a source does not include excluded samples, because a file
+        may exclude a whole source.
         """
-        self._reset_rows()
+        self._reset_consecutive()
         self._skipped_in_row += 1
         in_row, of_source = self._skipped_in_row, ""
         if skip is EXCLUDED:

@@ -142,6 +142,7 @@ class OnDevice:
             slots: How many slots, of all ranks together.
         """
         # If the loader has ended, and `__next__` has not raised that StopIteration yet, it raises it after the skip.
+        # `ahead` are the batches that are fetched and not yet yielded.
         error = self._error if isinstance(self._error, StopIteration) and not self._progress.current.ahead else None
         self._run.undo_fetch(self._progress.current.yielded)
         self._progress.current, self._error, self._repeats = _Progress(self._run.position), error, []

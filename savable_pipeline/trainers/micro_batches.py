@@ -222,6 +222,9 @@ def _boundaries(boundaries: torch.Tensor, span: slice, name: str) -> torch.Tenso
 
 
 def _longest(boundaries: torch.Tensor, like: Any) -> Any:
-    """Return the length of the longest segment, as an int or tensor like the value `like`."""
+    """Return the length of the longest segment.
+
+    It is a tensor of the dtype and device of `like` if this is a tensor, and an int otherwise.
+    """
     longest = int(boundaries.diff().max()) if len(boundaries) > 1 else 0
     return like.new_tensor(longest) if hasattr(like, "new_tensor") else longest

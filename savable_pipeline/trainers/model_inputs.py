@@ -159,9 +159,9 @@ def _unshifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(batch: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """Return positions in the document, int64 (B, T), or (4, B, T) for models with M-RoPE.
+    """Return positions, int64 (B, T), or (4, B, T) for models with M-RoPE.
 
-    M-RoPE adds the positions in time, height and width.
+    They are positions in the document. M-RoPE also has those in time, height and width.
     """
     positions: torch.Tensor = batch["position_ids"]
     if config.model_type not in _MROPE_MODELS:

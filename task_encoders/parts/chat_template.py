@@ -37,7 +37,7 @@ class ChatTemplate(Protocol):
 
         Args:
             messages: The messages, in order.
-            image: The placeholder of an image. That of a video or audio is `part.text`.
+            image: The placeholder of an image. A video or audio has its own, the `text` of its part.
             answering: Whether to end with the start of an answer.
             more: Further values of the sample for the template, such as {"tools": […]}.
         """
@@ -74,7 +74,7 @@ class ChatML:
 
         Args:
             messages: The messages, in order.
-            image: The placeholder of an image. That of a video or audio is `part.text`.
+            image: The placeholder of an image. A video or audio has its own, the `text` of its part.
             answering: Whether to end with the start of an answer.
             more: Further values of the sample for the template, such as {"tools": […]}.
 
@@ -144,7 +144,7 @@ class OwnTemplate:
 
         Args:
             messages: The messages, in order.
-            image: The placeholder of an image. That of a video or audio is `part.text`.
+            image: The placeholder of an image. A video or audio has its own, the `text` of its part.
             answering: Whether to end with the start of an answer.
             more: Further values of the sample for the template, such as {"tools": […]}.
 

@@ -282,7 +282,7 @@ class Tiles(ImageTiles):
             raise ValueError(f"Tiles: expected 1 ≤ min_tiles ≤ max_tiles, not {self.min_tiles} and {self.max_tiles}")
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Return the sizes of the tiles and of the thumbnail, which are equal squares."""
+        """Return the size of each tile and of the thumbnail. All are squares of one size."""
         columns, rows = self.grid(width, height)
         count = columns * rows
         return [(self.side, self.side)] * (count + (self.thumbnail and count > 1))
@@ -351,7 +351,10 @@ class SplitTiles(ImageTiles):
             raise ValueError(f"SplitTiles: long_side must be 1 to 4096 pixels, not {self.long_side}")
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Return the sizes of the tiles and of the whole image, which are equal squares."""
+        """Return the size of each tile, and last of the whole image.
+
+        All are squares of one size.
+        """
         return [(self.side, self.side)] * len(self.texts(width, height))
 
     def at_least(self, width: int, height: int) -> tuple[float, float]:

@@ -287,7 +287,7 @@ class PartsOfKind(Generic[Opened]):
 class SampleImages(PartsOfKind[DecodedImage]):
     """Images of a sample, which may also be `data:` URLs in the text.
 
-    `read` decodes a part. With `exif`, images in the text are rotated by their EXIF orientation.
+    `read` decodes a part. With `exif`, images of `data:` URLs are rotated by their EXIF orientation.
     """
 
     def __init__(self, sample: Sample, read: ReadImage = Sample.image, *, exif: bool = True) -> None:

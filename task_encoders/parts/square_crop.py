@@ -94,7 +94,7 @@ class SquareCrop:
         return _pixels(self._crop_at_random(sample, part, rng) if self.augment else self._crop_center(sample, part))
 
     def clip(self, frames: NDArray[np.uint8], rng: Rng) -> torch.Tensor:
-        """Crop all frames of a clip by the same box.
+        """Crop all frames of a video clip by the same box.
 
         Args:
             frames: uint8 (n, 3, height, width).

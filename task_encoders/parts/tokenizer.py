@@ -122,10 +122,11 @@ class Tokenizer:
             ranges: The starts and ends of the ranges, in characters.
 
         Raises:
-            ValueError: The tokenizer has no offsets, and tokenizes the text before a border differently from the whole.
+            ValueError: The tokenizer has no offsets, and tokenizes the text before the start or end of a range
+                differently from the whole text.
         """
         if not text or not ranges:
-            ids = self.piece(text)
+            ids = self.piece(text)  # ids of the whole text
             return ids, np.zeros(len(ids), np.bool_)
         ids, spans = self._character_spans(text)
         mask = np.zeros(len(ids), np.bool_)
@@ -357,7 +358,10 @@ def _identity(tokenize: Any) -> str:
 
 
 def _rules_identity(tokenizer: Any, overrides: dict[str, None]) -> str:
-    """Return a hash of the JSON of a tokenizer of `tokenizers`, with some of its fields replaced."""
+    """Return a hash of the JSON of a tokenizer of the package `tokenizers`.
+
+    `overrides` has the fields to replace by null, because calls may change them.
+    """
     return _hash(json.dumps(json.loads(tokenizer.to_str()) | overrides, sort_keys=True).encode())
 
 

@@ -184,7 +184,10 @@ def crop_digits(digits: list[tuple[sp.Sample, int]], kind: Any, epoch: int | Non
 
 
 def train_model(epochs: list[torch.Tensor], labels: torch.Tensor, seed: int) -> torch.nn.Module:
-    """Train a network of three convolutions, initialized by `seed`."""
+    """Train a network of three convolutions, initialized by `seed`.
+
+    `epochs` has the images of each epoch.
+    """
     torch.manual_seed(seed)
     layers: list[torch.nn.Module] = []
     for before, after in ((3, 24), (24, 48), (48, 96)):

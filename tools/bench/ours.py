@@ -120,8 +120,12 @@ def _offset(sample: Any) -> int:
 
 
 def blend_batches(sources: int, folder: Path, *arguments: Any) -> Iterator[Any]:
-    """Yield batches of a blend of the first shards of a folder. Each shard is a source with its own reader per lane."""
+    """Yield batches of a blend of the first shards of a folder.
+
+    Each shard is a source with its own reader per lane. `arguments` are those of `_batches` after the first.
+    """
     tars = sorted(str(tar) for tar in folder.glob("*.tar"))[:sources]
+    # `collecting` only collects garbage once, and returns each batch unchanged
     return _batches(partial(_blend, tars, FunctionEncoder(decode_json, collecting)), *arguments)
 
 

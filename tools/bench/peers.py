@@ -153,8 +153,9 @@ class Tars:
     def __init__(self, folder: Path, part: str) -> None:
         self._part = part
         self._tars = sorted(str(path) for path in folder.glob("*.tar"))
+        # by tar: the byte offset of each sample
         self._starts = [np.memmap(f"{tar}.idx", "<u8", "r")[:-1] for tar in self._tars]
-        self._ends = np.cumsum([len(starts) for starts in self._starts])
+        self._ends = np.cumsum([len(starts) for starts in self._starts])  # number of samples up to the end of each tar
         self._open: dict[int, int] = {}  # descriptors
         self._folder = folder
 
@@ -506,7 +507,7 @@ def clips(name: str, folder: str, seed: str) -> None:
 
 
 def pairs(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Yield the key, image and caption of each pair."""
+    """Yield (key, image, caption) of each image and the caption beside it."""
     for path in sorted(folder.glob("*.jpg")):
         yield path.stem, path.read_bytes(), path.with_suffix(".txt").read_text()
 

@@ -92,11 +92,15 @@ def json_pipeline(folder: Path) -> Callable[[sp.Lane], custom.Stage]:
 
 
 def state(bench: Bench) -> None:
-    """Measure the size of a state, whose 96 lanes buffer 10,000 sample IDs, and the time of `state_dict()`."""
+    """Measure the size of a loader's state, and the time of `state_dict()`.
+
+    The loader's 96 lanes together buffer 10,000 sample IDs.
+    """
     with sp.SavableLoader(json_pipeline(prepare(bench.data, "json")), seed=1) as running:
         for _ in range(200):
             next(running)
         size = sum(len(value) for value in running.state_dict().values() if isinstance(value, bytes))
+        # `called` returns a `Way`, which measures the function
         save_100 = called(lambda: [running.state_dict() for _ in range(100)], units=100)
         bench.compare(f"10,000 sample IDs in 96 lanes: {size:,} bytes", "state", {"state_dict()": save_100})
 

@@ -52,9 +52,12 @@ class Run:
         return self._process.exitcode == 0
 
     def finish(self) -> Log:
-        """Wait until the run has done all its steps, and return them. Raises `SystemExit` if it failed."""
+        """Wait until the run has done all its steps, and return its log.
+
+        Raises `SystemExit` if it failed.
+        """
         self._process.join()
-        self.has_ended()
+        self.has_ended()  # raises if it failed
         return self.read()
 
     def kill(self) -> Log:

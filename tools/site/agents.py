@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NAME = "savable-pipeline"
-WHEN = (
+WHEN = (  # when a coding agent should use the skill
     "Write, change or debug a training data loader with the Python library savable_pipeline (imported as sp): "
     "reading shards or tables, encoders, packing, checkpoints of the data that resume bit for bit, ranks, trainers."
 )
@@ -32,7 +32,7 @@ SECTIONS = {  # sections of the skill, by page
 
 
 def texts() -> dict[Path, str]:
-    """Return the files and their contents."""
+    """Return the contents of llms.txt and of the skill, by path."""
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     head = f"# {settings['site_name']}\n\n> {settings['site_description']}\n"
     contents = head + "".join(_contents(each) for each in settings["nav"])

@@ -21,13 +21,16 @@ class ApiPage(griffe.Extension):
     """Changes docstrings and signatures that Griffe has read, before they are shown."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Change a package. Griffe calls this after reading it."""
+        """Change the docstrings and signatures of a package.
+
+        Griffe calls this after reading it.
+        """
         for each in _objects(pkg):
             if each.docstring is not None:
                 text = re.sub(r"^( *)Example:$", r"\1Examples:", each.docstring.value, flags=re.MULTILINE)
                 each.docstring.value = text
             if isinstance(each, griffe.Class):
-                _show_new(each)
+                _show_arguments_of_new(each)
         if pkg.name == "savable_pipeline":
             _show_settings(pkg)
 
@@ -40,7 +43,7 @@ def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
             yield from _objects(member)
 
 
-def _show_new(kind: griffe.Class) -> None:
+def _show_arguments_of_new(kind: griffe.Class) -> None:
     """Show the arguments of `__new__` for a class that chooses its subclass there."""
     new = kind.members.get("__new__")
     if isinstance(new, griffe.Function) and "__init__" not in kind.members:

@@ -264,7 +264,10 @@ def _take_until(loader: sp.SavableLoader, found: list[str], enough: Callable[[],
 
 
 def _take_after_kills(loader: sp.SavableLoader, found: list[str], kills: int) -> None:
-    """Take batches until the loader has noticed all kills, and then two batches of each lane."""
+    """Take batches until the loader has noticed all kills, and then two of each lane.
+
+    Their hashes are appended to `found`.
+    """
     _take_until(loader, found, lambda: loader.stats()["restarts"] >= kills)
     enough = len(found) + 2 * LANES
     _take_until(loader, found, lambda: len(found) >= enough)

@@ -225,7 +225,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             chunked(stage).make(list(of_stage))
 
     def is_certain(self, ref: ItemRef) -> bool:
-        """Return whether the source of an element is certain to rebuild it."""
+        """Return whether an element can be rebuilt for certain, according to its source."""
         return chunked(self._source_of(ref)).is_certain(ref)
 
     def _source_of(self, ref: ItemRef | Ref) -> Stage:

@@ -286,7 +286,7 @@ class _MetadatasetReader:
         file = Path(path)
         if "://" in path:
             raise entry.error_at("path", f"{path}: remote metadatasets are not supported. Copy it beside this one.")
-        if file.suffix not in _NESTED_SUFFIXES:
+        if file.suffix not in _NESTED_SUFFIXES:  # any other local file, such as one shard
             raise entry.error_at(
                 "path", f"{path} is a file. Name a folder of shards or a metadataset, or convert it first."
             )
@@ -339,7 +339,10 @@ def _share_of(entry: YamlEntry, share_key: str) -> int | float:
 
 
 def _tags_of(entry: YamlEntry) -> dict[str, Any]:
-    """Return the subflavors of an entry. Version 1 may have a single one without a name."""
+    """Return the tags of an entry's samples, which the file calls `subflavors`.
+
+    An entry of version 1 may have a single `subflavor` without a name. It becomes the tag `__subflavor__`.
+    """
     single = entry.value.get("subflavor")
     tags = {} if single is None else {"__subflavor__": single}
     own = entry.value.get("subflavors") or {}

@@ -165,7 +165,7 @@ class _TableReader(FileReader):
         *,
         columns: Sequence[str] | None = None,
         key: str | None = None,
-        ranges: RangeColumns | None = None,
+        ranges: RangeColumns | None = None,  # by part: the columns of path, start and end
         cache_bytes: int = DECODED_BYTES,
         **settings: Unpack[ReaderSettings],
     ) -> None:
@@ -581,7 +581,7 @@ class FormatReader(FileReader):
     """Samples of files of a format without a reader of its own, for one lane."""
 
     def __init__(self, files: Shards, lane: Lane, **settings: Unpack[ReaderSettings]) -> None:
-        super().__init__(files, lane, {}, settings)
+        super().__init__(files, lane, options={}, common=settings)
 
 
 Readable: TypeAlias = Shards | RecordStore | Callable[[], RecordStore]

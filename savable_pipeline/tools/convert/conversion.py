@@ -240,13 +240,13 @@ def run_conversion(
 
 def _check_source(source: SourceFiles, target: Path | str, reshard: bool) -> None:
     """Raise ValueError for tars without `reshard`, other formats with it, and a target in the source or around it."""
-    if source.form == TARS and not source.packed and not reshard:
+    if source.form == TARS and not source.packed and not reshard:  # packed: compressed as a whole
         raise ValueError(
             f'{source.path}: tars need no conversion. Read them by sp.read("{source.path}"), or pass '
             "--reshard for other sizes, parts, keys or splits"
         )
     if reshard and source.form != TARS:
-        raise ValueError(f"{source.path} has the {source.words}: --reshard is only for tars")
+        raise ValueError(f"{source.path} has the {source.words}: --reshard is only for tars")  # words: "format csv"
     if "://" in source.path and isinstance(target, str):
         inner, outer = f"{source.path.rstrip('/')}/", f"{target.rstrip('/')}/"
         if inner.startswith(outer) or outer.startswith(inner):

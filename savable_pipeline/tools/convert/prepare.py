@@ -86,9 +86,14 @@ def _with_settings(source: SourceFiles, options: Options, files_from: Path | Non
 
 
 def _without_names(source: SourceFiles) -> Any:
-    """Return the files without the list of names, if listing them again gives the same, because jobs carry it."""
+    """Return the files without their names, if listing them again gives the same.
+
+    The list of names would otherwise be sent with each job.
+    """
     found, names = source.found, source.found.listed
     form = found.format
+    # Names alone do not give the same files if the format was recognized by a marker file, such as "index.json", or if
+    # its files were chosen by their first bytes.
     if names is None or form.markers or (names.chosen is not None and names.chosen != form.files(names.names, {})):
         return found
     return replace(found, listed=None)

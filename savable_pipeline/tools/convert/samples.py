@@ -318,7 +318,10 @@ class SampleReader:
 
 
 def is_named(extension: str, only: Collection[str]) -> bool:
-    """Return whether `only`, names in lower case, has the part or is empty."""
+    """Return whether `only` has the part, with or without its number, or is empty.
+
+    The names in `only` are in lower case.
+    """
     extension = extension.lower()
     return not only or extension in only or plain_part(extension) in only
 

@@ -111,11 +111,11 @@ def _steps_name(plan: RunPlan) -> str:
 def _steps(plan: RunPlan) -> Iterator[Fact]:
     """Yield facts about the steps of an epoch."""
     steps = plan.steps
-    if steps.how == "unknown":
+    if steps.how == "unknown":  # how their number is known
         return
     known_from = "if each sample is one item" if steps.how == "one item a sample" else "counted"
     yield Fact(_steps_name(plan), f"{steps.steps:,.0f}", known_from)
-    if steps.filler_rows:
+    if steps.filler_rows:  # rows that only pad the last steps
         yield Fact("padding rows", f"{steps.filler_rows:,.0f}", known_from)
     if steps.unused_samples:
         share = steps.unused_samples / max(1, plan.population)
@@ -137,14 +137,15 @@ def _memory(plan: RunPlan) -> Iterator[Fact]:
 def _traffic(source: SourceBytes) -> Iterator[Fact]:
     """Yield facts about what is read and downloaded from a source."""
     of_source = f" of {source.name}" if source.name else ""
-    estimate = "mean sample size"
+    known_from = "mean sample size"
     yield Fact(f"all samples{of_source}", human_bytes(source.bytes), "index")
     if not source.remote:
-        yield Fact(f"reads{of_source} per epoch", human_bytes(source.node_bytes), estimate)
+        yield Fact(f"reads{of_source} per epoch", human_bytes(source.node_bytes), known_from)
         return
     yield Fact(f"cache for all shards{of_source}", human_bytes(source.whole_cache), "index")
     yield Fact("  then downloads in the first epoch", human_bytes(source.first_pass), "index, 8 MiB pieces")
     later = max(0.0, source.bytes - source.first_pass)
     yield Fact("  and in all later ones, at most", human_bytes(later), "index")
-    yield Fact(f"least cache{of_source} that fetches nothing twice", human_bytes(source.least_cache), estimate)
-    yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), estimate)
+    # with this cache, no sample is downloaded twice in an epoch
+    yield Fact(f"least cache{of_source} that fetches nothing twice", human_bytes(source.least_cache), known_from)
+    yield Fact("  then downloads per epoch", human_bytes(source.node_bytes), known_from)

@@ -95,7 +95,7 @@ _NEAR = 2  # other numbers of ranks are shown if they differ at most by this fac
 class Steps:
     """Steps of an epoch for some ranks, or steps to read endless data once.
 
-    `how` says how they are known.
+    `steps` is their number, and `how` says how it is known.
     """
 
     how: Basis
@@ -160,7 +160,7 @@ def _finite_steps(how: Basis, settings: LoaderSettings, stages: LaneStages, coun
 def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int) -> list[LanesChoice]:
     """Return the effects of several numbers of lanes, in ascending order.
 
-    They are the run's number, the planned one, and multiples of `ranks`.
+    These are `settings.lanes`, the least multiple of `ranks` that is at least as large, and small multiples of `ranks`.
     """
     planned = next_lanes(settings.lanes, ranks)
     population = builder.build(lane=0, lanes=planned).population
@@ -174,6 +174,7 @@ def lanes_choices(settings: LoaderSettings, builder: LaneBuilder, *, ranks: int)
         stages = builder.build(lane=0, lanes=lanes)
         steps = count_steps(settings, stages, ranks=ranks)
         unused_share = None if steps.how == "unknown" else steps.unused_samples / population
+        # each worker needs a lane, so a rank has at most `lanes // ranks` workers
         choices.append(LanesChoice(lanes, True, worlds, lanes // ranks, steps.steps, unused_share))
     return choices
 

@@ -138,11 +138,11 @@ class _PartRow:
 
 
 def preview_dataset(shards: Shards, *, samples: int = 24, seed: int = 0, part: str = "", key: str = "") -> bytes:
-    """Return the first of `dataset_pages` as UTF-8.
+    """Return the content, UTF-8, of the first page of `dataset_pages`.
 
     It has `samples` samples, or all if there are fewer.
     """
-    return next(dataset_pages(shards, SampleChoice(samples, 1, seed, part, key)))[1]
+    return next(dataset_pages(shards, SampleChoice(samples, pages=1, seed=seed, part=part, key=key)))[1]  # the content
 
 
 def dataset_pages(

@@ -104,10 +104,10 @@ def _mime_type(part: str) -> str:
 def _whole_player(sample: Sample, part: str, kind: str, budget: Budget) -> Player | None:
     """Return a player of the whole part, or None if it is too large or browsers do not play its format."""
     subtype = _mime_type(part).partition("/")[2]
-    if not subtype or budget.excerpt <= 0:
+    if not subtype or budget.excerpt <= 0:  # browsers do not play it, or no bytes are free
         return None
     head, size = sample.head(part, budget.excerpt)
-    if len(head) < size or is_media_range(sample, part, head):
+    if len(head) < size or is_media_range(sample, part, head):  # too large, or a range of a longer file
         return None
     return Player(kind, budget.embed(f"{kind}/{subtype}", head))
 

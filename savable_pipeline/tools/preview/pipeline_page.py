@@ -85,7 +85,10 @@ _SHOWN_SETTINGS = 4  # a stage with more settings has them folded
 
 
 def _stage_description(stage: Stage) -> tuple[str, str, list[str]]:
-    """Return the name of a stage with its branch, its settings if they are few, and otherwise the settings to fold."""
+    """Return (name with the branch, settings to show, settings to fold) of a stage.
+
+    All settings are shown if they are few, and otherwise all are folded.
+    """
     stage_name = "/".join(filter(None, [stage.info.branch, type(stage).__name__]))
     settings = [f"{name}={value!r}" for name, value in stage.settings().items()]
     return (stage_name, ", ".join(settings), []) if len(settings) <= _SHOWN_SETTINGS else (stage_name, "", settings)

@@ -100,9 +100,9 @@ def _array(fields: Mapping[str, Any], name: str) -> NDArray[Any]:
 def tokens_entry(
     shown_name: str, name: str, fields: Mapping[str, Any], decoder: Decoder, documents: PackDocuments | None = None
 ) -> CardEntry:
-    """Return the entry of the tokens in field `name`, in rows.
+    """Return the card entry that shows the tokens of the field `name`, row by row.
 
-    Labels, the loss mask and the borders of documents are found in the other fields.
+    `shown_name` is its heading. Labels, the loss mask and the borders of documents are found in the other fields.
     """
     array = _array(fields, name)
     sequences = _sequences(np.atleast_2d(array), fields)

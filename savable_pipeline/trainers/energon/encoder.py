@@ -340,9 +340,9 @@ _UNCHANGED = {int, float, bool, str, bytes, type(None), torch.Tensor}
 
 
 def as_torch_converts(value: Any) -> Any:
-    """Convert a value as torch's `default_convert`, but faster.
+    """Return what torch's `default_convert` returns for a value, but faster.
 
-    Lists of numbers do not take a call for each number.
+    It is not called for each number of a list.
     """
     kind = type(value)
     if kind in _UNCHANGED or (kind in (list, tuple) and set(map(type, value)) <= _UNCHANGED):

@@ -73,7 +73,7 @@ class EnergonLoader(SavableLoader):
 
     def __iter__(self) -> EnergonLoader:
         super().__iter__()
-        self._stop = None
+        self._stop = None  # the next batch sets the end of its virtual epoch
         return self
 
     def __next__(self) -> Any:
