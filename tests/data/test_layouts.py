@@ -836,7 +836,7 @@ def test_data_that_is_not_read_and_has_most_of_the_bytes_is_an_error(
     (root / "more.zip").write_bytes(bytes(2 * size))
     assert find_source(str(root)).format.name == kind
     (root / "more.zip").write_bytes(bytes(2 * size + 1))
-    match = rf'more\.zip is not read beside the {kind} files, but has most of the bytes.*pass format="{kind}"$'
+    match = rf'more\.zip is not read beside the {kind} files, with most of the bytes.*pass format="{kind}"$'
     with pytest.raises(sp.ShardError, match=match):
         sp.open_dataset(root)
     assert len(sp.open_dataset(root, format=kind)) == 3

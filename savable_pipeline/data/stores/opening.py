@@ -145,7 +145,7 @@ def _recognized(
         fault = f"{where}: {listed(unread)} {'is' if len(unread) == 1 else 'are'} not read beside the {name} files"
         rest, size = sorted({*names}.difference(unread)), sum(sizes_of(unread))
         if all(size > 2 * total for total in itertools.accumulate(sizes_of(rest))):
-            raise ShardError(f'{fault}, but has most of the bytes. Unpack or name it alone, or pass format="{name}"')
+            raise ShardError(f'{fault}, with most of the bytes. Unpack or name them alone, or pass format="{name}"')
         hint = f", or name media such as {grouped.media[0]} in a field file_name" if grouped.media else ""
         log.warning("%s. Name it alone to read it, or unpack it%s", fault, hint)
     return found

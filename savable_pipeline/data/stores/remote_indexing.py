@@ -266,7 +266,7 @@ def open_remote(
         elif found.whole and own is not None and not found.is_listed:
             found = _with_missing(found, own.index, tolerant)
         if own is not None and not tolerant:
-            _record_replaced(own, found)
+            _flag_changed(own, found)
         builder = _IndexBuilder(form, folder, session, tolerant, reindex, engine, progress)
         keeps_index = tolerant and not reindex and not form.whole  # even if files changed
         if own is not None and _covers(own.index, found, tolerant, builder.changed(own), sizes=not keeps_index):
@@ -317,8 +317,8 @@ def _with_missing(found: RemoteShards, index: ShardIndex, tolerant: bool) -> Rem
     return RemoteShards(found.root, [*files], sizes, [stamp for _, stamp in files.values()] if found.stamps else ())
 
 
-def _record_replaced(own: Version, found: RemoteShards) -> None:
-    """Record which cached files now have another version on the server, by its listing."""
+def _flag_changed(own: Version, found: RemoteShards) -> None:
+    """Flag cached files that have another version in the listing of the server."""
     stamps = dict(zip(found.names, found.stamps, strict=True)) if found.stamps else {}
     pins = [path for path in own.folder.glob("*.pin") if path.stem.isdecimal()] if stamps else []
     listed = [(int(path.stem), read_pin(path), stamps.get(own.index.shards.names[int(path.stem)])) for path in pins]

@@ -66,13 +66,13 @@ def test_layout_has_the_format_that_it_is_read_with(tmp_path: Path, layout: Layo
         assert find_files(root).form.name == layout.kind
 
 
-def test_compressed_files_beside_plain_ones_are_converted_if_they_are_named(tmp_path: Path) -> None:
+def test_compressed_files_in_a_folder_of_plain_ones_are_converted_if_they_are_named(tmp_path: Path) -> None:
     files(tmp_path, "a.tar.gz", "c.tar", "d.TAR", "README.md")
     assert find_files(tmp_path).packed == ()  # reading skips them with a warning
     assert [each.name for each in find_files(f"{tmp_path}/*.[tT]*").packed] == ["a.tar.gz", "c.tar", "d.TAR"]
 
 
-def test_compressed_files_beside_plain_ones_are_skipped_with_a_warning(
+def test_compressed_files_in_a_folder_of_plain_ones_are_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = files(tmp_path / "in", **{"a.jsonl": b"{}\n", "b.jsonl.gz": gzip.compress(b"{}\n{}\n")})
