@@ -126,15 +126,12 @@ def collate(items: list[Any]) -> Any:
     from torch.utils.data._utils.collate import collate as collate_with
     from torch.utils.data._utils.collate import default_collate_fn_map
 
-    def stacked(tensors: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-        return stack(tensors)
-
+    functions = {**default_collate_fn_map, torch.Tensor: lambda tensors, **_: stack(tensors)}
     try:
         if fields_differ(items):
             raise KeyError  # torch would drop the fields that the first item does not have
-        return collate_with(items, collate_fn_map={**default_collate_fn_map, torch.Tensor: stacked})
+        return collate_with(items, collate_fn_map=functions)
     except (RuntimeError, TypeError, KeyError):
-        difference = find_item_difference(items)
-        if difference is None:
+        if (difference := find_item_difference(items)) is None:
             raise
         raise DifferingItemsError(*difference) from None

@@ -89,13 +89,10 @@ def changed_part(item: Any, before: PartVersions) -> Any:
     for name in {**before, **after}:
         # the default is a value that no part has, so that an added or removed part differs
         (old, old_version), (new, new_version) = before.get(name, (before, 0)), after.get(name, (after, 0))
-        if (old is not new or old_version != new_version) and not _is_cached_property(item, name):
+        is_cached = isinstance(name, str) and isinstance(getattr(type(item), name, None), cached_property)
+        if (old is not new or old_version != new_version) and not is_cached:
             return name
     return None
-
-
-def _is_cached_property(item: Any, name: Any) -> bool:
-    return isinstance(name, str) and isinstance(getattr(type(item), name, None), cached_property)
 
 
 _STACKABLE = (int, float, str, bytes)
@@ -143,9 +140,8 @@ def find_item_difference(items: Sequence[Any], field: str = "") -> ItemDifferenc
     parts, and "" for whole items.
     """
     first = items[0]
-    type_difference = _compare(items, field, lambda item: f"type {type(item).__name__}")
-    if type_difference is not None:
-        return type_difference
+    if (difference := _compare(items, field, lambda item: f"type {type(item).__name__}")) is not None:
+        return difference
     if isinstance(first, Mapping):
         return _compare(items, field, lambda item: f"the fields {', '.join(map(str, item))}") or _compare_parts(
             items, [(name, f"{field}[{name!r}]") for name in first]

@@ -61,13 +61,14 @@ class _RunningLane:
         """Move the counters of the stages to `counts` and `dropped`."""
         if popped := pop_counts(self.stages):
             self.dropped = with_counts(self.dropped, popped)
-            before = self.counts
-            self.counts = {name: before.get(name, 0) + popped.get(name, 0) for name in before | popped}
+            for name, number in popped.items():
+                self.counts[name] = self.counts.get(name, 0) + number
 
 
 class RebuildRequest(msgspec.Struct, frozen=True, array_like=True):
     """Request to rebuild the batch of a lane whose number is `lane.batches`.
 
+    A `Request` has it in MessagePack, in place of a lane's state.
     `ref` is the batch's ref in MessagePack, or b"" for a batch of padding. If `size` is not 0, the batch is padded to
     that many rows.
     """
@@ -75,11 +76,6 @@ class RebuildRequest(msgspec.Struct, frozen=True, array_like=True):
     lane: LaneState
     ref: bytes = b""
     size: int = 0
-
-    @property
-    def packed(self) -> bytes:
-        """The request as bytes, which a `Request` has in place of a lane's state."""
-        return msgspec.msgpack.encode(self)
 
 
 class LaneRunner:
@@ -119,6 +115,14 @@ class LaneRunner:
         _check_last(last_stage, new_lane)
         return last_stage, new_lane
 
+    def restored(self, saved: LaneState, facts: RunFacts, *, downloads: bool = True) -> tuple[Stage, Lane]:
+        """Build a lane at a saved position, and return its last stage and its `Lane`."""
+        stage, lane = self.build(saved.lane, saved.epoch, facts, downloads=downloads)
+        if saved.stages is not None:
+            with restoring(f"the state of lane {saved.lane}"):
+                stage.restore_state(saved.stages)
+        return stage, lane
+
     def deliver(
         self, lane: int, state: bytes | None, kind: RequestKind = "batch", avoid: Iterable[tuple[int, int]] = ()
     ) -> Delivery:
@@ -144,8 +148,8 @@ class LaneRunner:
             with time_stages(running.stages, watched) as spent:
                 batch, ref, more = self._serve(running, kind)
         self._delivered += 1
-        running.collect_counts()
-        counts = {**running.counts, **{f"{name}/ns": spent_ns for name, spent_ns in spent.items()}}
+        counts = running.counts
+        counts.update((f"{name}/ns", spent_ns) for name, spent_ns in spent.items())
         running.counts, self._running[lane] = {}, running
         seconds = time.perf_counter() - start
         stages = () if self._worker.status is None else running.stages  # in the trainer, no lane moves
@@ -216,10 +220,7 @@ class LaneRunner:
             raise StateError(
                 f"lane {saved.lane}: its state does not fit the state of the run. Load both from one checkpoint."
             )
-        stage, lane = self.build(saved.lane, saved.epoch, self.facts)
-        if saved.stages is not None:
-            with restoring(f"the state of lane {saved.lane}"):
-                stage.restore_state(saved.stages)
+        stage, lane = self.restored(saved, self.facts)
         lane.unused = 0
         stages = list(upstream(stage))
         running = _RunningLane(stages, lane, saved.batches, saved.dropped or {})
@@ -250,6 +251,7 @@ class LaneRunner:
             if batch is _EXHAUSTED:
                 return False
             running.peeked = (batch, before)
+            running.collect_counts()
         return True
 
     def _pack(self, running: _RunningLane, more: bool) -> bytes:
@@ -281,7 +283,13 @@ def _check_last(stage: Any, lane: Lane) -> None:
     """Raise ValueError unless `stage`, which a pipeline returned for a lane, can be run as its last stage."""
     if not isinstance(stage, Stage):
         raise ValueError(f"a pipeline must return its last stage (such as a Batcher), not {type(stage).__name__}")
-    _check_lane(stage, lane)
+    for each in upstream(stage):
+        if each.info.lane is not lane:  # its samples would be those of another lane
+            source = f" of the source {each.info.branch!r}" if each.info.branch else ""
+            raise ValueError(
+                f"{type(each).__name__}{source} was made for {each.info.lane}, not for {lane}. Create each reader "
+                "in the pipeline function, with its lane, as in sp.TarShardReader(path, lane)."
+            )
     if stage.info.yields_excluded:
         raise ValueError(
             f"exclude= needs an Encode, or a Batcher of samples, between the reader and {type(stage).__name__}. Add "
@@ -291,20 +299,6 @@ def _check_last(stage: Any, lane: Lane) -> None:
         raise ValueError(
             f"tail='pad' needs a last stage with filler(), not {type(stage).__name__}. End the pipeline with a Batcher."
         )
-
-
-def _check_lane(last: Stage, lane: Lane) -> None:
-    """Raise ValueError unless all stages were built for this lane.
-
-    Other stages would yield samples of another lane.
-    """
-    for stage in upstream(last):
-        if stage.info.lane is not lane:
-            source = f" of the source {stage.info.branch!r}" if stage.info.branch else ""
-            raise ValueError(
-                f"{type(stage).__name__}{source} was made for {stage.info.lane}, not for {lane}. Create each reader "
-                "in the pipeline function, with its lane, as in sp.TarShardReader(path, lane)."
-            )
 
 
 def _avoid(stages: Iterable[Stage], samples: Iterable[tuple[int, int]]) -> None:

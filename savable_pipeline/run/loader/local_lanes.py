@@ -34,7 +34,7 @@ from savable_pipeline.run.engine.lane_runner import LaneRunner
 from savable_pipeline.run.engine.messages import LaneJob
 from savable_pipeline.run.loader.ranks import Ranks, check_lanes
 from savable_pipeline.run.loader.settings import MOST_LANES, LoaderSettings
-from savable_pipeline.run.state.lane_state import LaneState, restoring
+from savable_pipeline.run.state.lane_state import LaneState
 from savable_pipeline.stages.batcher import Batcher
 from savable_pipeline.stages.blending.blend import Blend
 from savable_pipeline.stages.chunked_stage import chunked
@@ -163,10 +163,7 @@ class LocalLanes:
     def lane_at(self, saved: LaneState, facts: RunFacts) -> Stage:
         """Return the last stage of a lane at a saved position, to inspect it."""
         with as_in_a_worker(set(KINDS)):
-            stage, _ = self.runner.build(saved.lane, saved.epoch, facts, downloads=False)
-            if saved.stages is not None:
-                with restoring(f"the state of lane {saved.lane}"):
-                    stage.restore_state(saved.stages)
+            stage, _ = self.runner.restored(saved, facts, downloads=False)
         return stage
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from msgspec.structs import replace
 from savable_pipeline.core.run_facts import NO_FACTS, Decisions, RunFacts
 from savable_pipeline.run.engine.messages import Delivery
 from savable_pipeline.run.loader.ranks import Ranks
-from savable_pipeline.run.state.flights import EPOCH_SHIFT, SLOT_MASK
+from savable_pipeline.run.state.flights import EPOCH_SHIFT
 from savable_pipeline.run.state.lane_state import fresh_lane, with_facts
 from savable_pipeline.stages.batch_samples import BatchSamples
 
@@ -229,7 +229,7 @@ class BatchStep:
     @property
     def epoch_and_slot(self) -> tuple[int, int]:
         """Return the epoch and the slot of the batch."""
-        return self.number >> EPOCH_SHIFT, self.number & SLOT_MASK
+        return divmod(self.number, 1 << EPOCH_SHIFT)
 
 
 class Observer:

@@ -41,7 +41,7 @@ class RowsInFlight(Repeater):
 
     def __init__(self, settings: LoaderSettings, ranks: Ranks, local: LocalLanes) -> None:
         self._settings, self._ranks, self._local = settings, ranks, local
-        self._pad, self._max_in_flight = settings.pad, settings.max_in_flight
+        self._pad, self._max_in_flight = settings.pad, getattr(settings.acknowledge, "max_in_flight", None)
         self.table = Acknowledgements(ranks, settings.lanes, is_recording=settings.ledger is not None)
         self._is_repeat_count_agreed = True  # whether the ranks have agreed on the number of batches to repeat
         # number and receipts of the last two batches, by number & 1: one of them may not have reached the trainer
@@ -75,7 +75,9 @@ class RowsInFlight(Repeater):
         """Wait until the rows may be yielded, and add receipts to the batch."""
         delivery, table, first = step.delivery, self.table, None
         batch_count = step.before.history.batch_count
-        rows, size = delivery.rows, _padded_size(step.batch, delivery.rows) if self._pad else 0
+        rows, size = delivery.rows, delivery.rows if self._pad else 0
+        if self._pad and isinstance(step.batch, dict) and VALID in step.batch:
+            size = len(step.batch[VALID])  # with padding rows
         if step.repeated is not None:
             first = table.waiting[0]
             step.number, rows = first.batch, (first.to_repeat & first.open_rows).bit_count()
@@ -111,7 +113,8 @@ class RowsInFlight(Repeater):
         lanes = self._settings.lanes
         epoch, slot = divmod(flight.batch, 1 << EPOCH_SHIFT) if flight.rows else (position.epoch, position.own_slot)
         lane = LaneState(slot % lanes, epoch, slot // lanes, facts=position.facts.digest)
-        return RebuildRequest(lane, msgpack.encode(flight.ref) if flight.rows else b"", flight.size).packed
+        ref = msgpack.encode(flight.ref) if flight.rows else b""
+        return msgpack.encode(RebuildRequest(lane, ref, flight.size))
 
     def on_save(self, position: Position, state: MutableMapping[str, Any], lag: int) -> None:
         """Add the rows in flight to a state."""
@@ -171,8 +174,3 @@ def open_rows_lost(last: Stage, flight: Flight) -> int:
     without_excluded = last.info.remaining
     _, rows = batch_rows(as_ref(msgpack.decode(msgpack.encode(flight.ref))))
     return sum(1 << row for row, ref in enumerate(rows) if without_excluded(ref) is None) & flight.open_rows
-
-
-def _padded_size(batch: Any, rows: int) -> int:
-    """Return the number of rows of a batch, including padding rows."""
-    return len(batch[VALID]) if isinstance(batch, dict) and VALID in batch else rows

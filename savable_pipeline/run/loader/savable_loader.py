@@ -17,7 +17,7 @@ from savable_pipeline.run.loader.observers import Trace, source_names
 from savable_pipeline.run.loader.ranks import RanksLike
 from savable_pipeline.run.loader.rows_in_flight import RowsInFlight
 from savable_pipeline.run.loader.run import Run
-from savable_pipeline.run.loader.settings import Acknowledge, LoaderSettings
+from savable_pipeline.run.loader.settings import MOST_LANES, Acknowledge, LoaderSettings
 from savable_pipeline.run.loader.stats import Stats
 from savable_pipeline.stages.advice import advise
 from savable_pipeline.stages.pipeline import PipelineFunction
@@ -113,7 +113,8 @@ class SavableLoader:
         workers: Workers = Workers(),  # noqa: B008  # immutable
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._run = Run(LoaderSettings.of_loader(**arguments))
+        arguments["lanes"] = MOST_LANES if lanes is None else lanes
+        self._run = Run(LoaderSettings(**arguments, has_default_lanes=lanes is None))
 
     @property
     def epoch(self) -> int:

@@ -66,17 +66,6 @@ class LoaderSettings:
     has_default_lanes: bool = False
     """Whether the user passed no `lanes`, so that the data or a loaded state may set them."""
 
-    @classmethod
-    def of_loader(cls, pipeline: PipelineFunction, lanes: int | None, **settings: Any) -> LoaderSettings:
-        """Build the settings of a loader whose `lanes` may be None.
-
-        Args:
-            pipeline: The pipeline.
-            lanes: The number of lanes; None for the default.
-            **settings: The other settings.
-        """
-        return cls(pipeline, lanes=MOST_LANES if lanes is None else lanes, has_default_lanes=lanes is None, **settings)
-
     def __post_init__(self) -> None:
         self._check_workers()
         check_pipeline(self.pipeline)
@@ -93,10 +82,9 @@ class LoaderSettings:
             raise ValueError(
                 f"epoch_slots must be a multiple of the {self.lanes} lanes, such as {multiple}, not {self.epoch_slots}"
             )
-        if self.ledger is not None and self.restarts_on_iter:
-            raise ValueError("ledger= does not apply to on_iter='restart'. Pass it to the loader for training.")
-        if self.acknowledge and self.restarts_on_iter:
-            raise ValueError("acknowledge= does not apply to on_iter='restart'. Pass it to the loader for training.")
+        if self.restarts_on_iter and (self.ledger is not None or self.acknowledge):
+            option = "ledger=" if self.ledger is not None else "acknowledge="
+            raise ValueError(f"{option} does not apply to on_iter='restart'. Pass it to the loader for training.")
         if self.acknowledge and isinstance(self.ranks, Ranks) and self.ranks.sharing:
             raise ValueError("peers would acknowledge at different times. Remove share= of Ranks.of or acknowledge=.")
 
@@ -124,11 +112,6 @@ class LoaderSettings:
     def restarts_on_iter(self) -> bool:
         """Return whether each iterator starts epoch 0 again."""
         return self.on_iter == "restart"
-
-    @property
-    def max_in_flight(self) -> int | None:
-        """Return the maximum number of rows in flight, or None for no limit."""
-        return self.acknowledge.max_in_flight if isinstance(self.acknowledge, Acknowledge) else None
 
     @property
     def lanes_by_data(self) -> bool:

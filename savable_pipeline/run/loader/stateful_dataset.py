@@ -104,7 +104,9 @@ class StatefulDataset(IterableDataset[Any]):
             CheckpointMismatchError: It was saved with other numbers of workers or other settings.
             StateError: It is damaged.
         """
-        if not isinstance(state, Mapping) or not all(_is_count(state.get(name)) for name in ("shares", "iteration")):
+        saved = [state.get(name) for name in ("shares", "iteration")] if isinstance(state, Mapping) else [None]
+        # `_started_and_seed` has the number of iterations with the seed
+        if not all(type(number) is int and 0 <= number < 1 << (62 - _SEED_BITS) for number in saved):
             raise StateError("this is no state of a StatefulDataset. Load the one that it saved.")
         _, share_count = self._share_and_count()
         if state["shares"] != share_count:
@@ -175,11 +177,6 @@ class StatefulDataset(IterableDataset[Any]):
         """Return a number that is equal only in workers that were started together."""
         info = get_worker_info()
         return (info.seed - info.id) % (1 << _SEED_BITS) if info else 0
-
-
-def _is_count(value: object) -> bool:
-    """Return whether this is a number of epochs or shares that fits into `_started_and_seed` with the seed."""
-    return type(value) is int and 0 <= value < 1 << (62 - _SEED_BITS)
 
 
 def _pinned(settings: LoaderSettings) -> PinnedShards:

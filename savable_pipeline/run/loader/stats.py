@@ -30,7 +30,6 @@ from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, SourceCounter, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
-from savable_pipeline.stages.item_ref import batch_rows
 from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Stats(Observer):
         self._stage_times: dict[str, Recent] = {}
         self._slowest = Slowest()
         # bytes read and number of items, summed over the batches that `stage_timing` selects for measurements
-        self._bytes_and_items = (0, 0)
+        self._timed_bytes = self._timed_items = 0
         self._counts: Counter[str] = Counter()
         self._batches = 0
         self._wait_s = 0.0
@@ -68,7 +67,8 @@ class Stats(Observer):
 
     def on_batch(self, step: BatchStep) -> None:
         """Count a batch, and the seconds that the trainer waited for it."""
-        delivery, waited_s = step.delivery, time.perf_counter() - step.started
+        delivery, now = step.delivery, time.perf_counter()
+        waited_s = now - step.started
         self._batches += 1
         self._wait_s += waited_s
         self._work_s += delivery.seconds
@@ -80,30 +80,29 @@ class Stats(Observer):
         if delivery.timed:
             self._add_times(delivery)
         window_start, waited_before = self._window
-        now = time.perf_counter()
         if now - window_start > _WINDOW_S:
             self._warn_starving(now - window_start, self._wait_s - waited_before)
             self._window = now, self._wait_s
 
     def _count_samples(self, step: BatchStep) -> None:
         """Count the samples of a batch per source. With a single source, their refs are not read."""
-        ref = step.samples.ref
-        if len(self._sources()) == 1:
+        ref, sources = step.samples.ref, self._sources()
+        if len(sources) == 1:
             last_row = ref[-1] if ref else None
             is_item = type(last_row) is tuple and len(last_row) == 3 and type(last_row[0]) is type(last_row[1]) is int
-            self._samples[next(iter(self._sources()))] += len(batch_rows(ref)[1] if is_item else step.samples.refs)
+            # the first entry may be the number of the batch
+            count = len(ref) - (type(ref[0]) is int) if is_item else len(step.samples.refs)
+            self._samples[next(iter(sources))] += count
             return
         tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
         self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
 
     def _add_times(self, delivery: Delivery) -> None:
         """Add the measurements of a timed batch."""
-        watched = delivery.watched
-        if watched is not None:
+        if (watched := delivery.watched) is not None:
             self._slowest.add(watched)
-            bytes_read, items = self._bytes_and_items
-            batch_items = int(delivery.counts.get("Encode/items", 0))
-            self._bytes_and_items = bytes_read + watched.bytes_read, items + batch_items
+            self._timed_bytes += watched.bytes_read
+            self._timed_items += int(delivery.counts.get("Encode/items", 0))
         for name, number in delivery.counts.items():
             if name.endswith("/ns"):
                 self._stage_times.setdefault(name[:-3], Recent(256)).add(number / 1e9)
@@ -127,8 +126,7 @@ class Stats(Observer):
 
     def numbers(self) -> dict[str, int | float]:
         """Return all counters of `totals`, and rates since the last call."""
-        now = time.perf_counter()
-        items = self._counts["Encode/items"]
+        now, items = time.perf_counter(), self._counts["Encode/items"]
         then, batches, items_then = self._last_call
         self._last_call = now, self._batches, items
         seconds = max(now - then, 1e-9)
@@ -147,7 +145,7 @@ class Stats(Observer):
             "batches": self._batches,
             "samples": self._samples.total(),
             **({} if tokens is None else {"tokens": tokens}),
-            **({"bytes": self._bytes_read()} if self._bytes_and_items[1] else {}),
+            **({"bytes": self._bytes_read()} if self._timed_items else {}),
             "wait_s": self._wait_s,
             "work_s": self._work_s,
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},
@@ -161,8 +159,7 @@ class Stats(Observer):
 
     def _bytes_read(self) -> int:
         """Return the bytes that were read, estimated from the timed batches."""
-        bytes_read, items = self._bytes_and_items
-        return int(bytes_read * (self._counts["Encode/items"] / items))
+        return int(self._timed_bytes * (self._counts["Encode/items"] / self._timed_items))
 
     def _source_counts(self) -> dict[str, int | float]:
         """Return the samples in batches, and counters of stages, of each source of a `Blend`."""
@@ -336,7 +333,7 @@ class SourceLosses(Observer):
         """Add the counters of a batch. Return the keys whose stage skipped samples of their source for it."""
         keys_with_skips = set()
         for name, number in counts.items():
-            parsed = SourceCounter.parse(name) if "/source/" in name else None
+            parsed = SourceCounter.parse(name)
             if parsed is not None and parsed.reason:
                 self._skipped.setdefault(parsed.key, Counter())[parsed.reason] += int(number)
                 keys_with_skips.add(parsed.key)

@@ -190,7 +190,8 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
     allowed = checked_allow(allow, saved, current)
     check_shards(saved, current)
     before, after = _shared_fields(saved.fields, current.fields), _shared_fields(current.fields, saved.fields)
-    differing = sorted(name for name in before.keys() | after.keys() if _differs(name, before, after, current))
+    unequal = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    differing = sorted(unequal | (current.required & after.keys() - before.keys()))
     if "stages" in differing:  # skip the settings of stages that only one side has
         shared = set(before) & set(after) | _RUN_FIELDS
         differing = [name for name in differing if name in shared]
@@ -219,11 +220,6 @@ def compare(saved: Fingerprint, current: PipelineFingerprint, allow: Iterable[st
             ", ".join(f"{name} {old.get(name, 'none')} (here {new.get(name, 'none')})" for name in changed),
         )
     return differing
-
-
-def _differs(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:
-    """Return whether a field differs between the saved fields `before` and the current fields `after`."""
-    return bool(before.get(name) != after.get(name) or (name in current.required and name not in before))
 
 
 def _only_warns(name: str, before: Mapping[str, Any], after: Mapping[str, Any], current: PipelineFingerprint) -> bool:

@@ -161,12 +161,14 @@ _SKIPPED, _MAX_REASONS, _OTHERS = "skipped/", 30, "skipped/for other reasons"
 
 
 class SourceCounter(NamedTuple):
-    """Parsed name of a stage's counter for the source with this tag."""
+    """Parsed name of a stage's counter for one source."""
 
-    stage: str
-    tag: int
+    key: str
+    """The key of the stage and the source in `DroppedCounts`: STAGE/TAG."""
     counter: str
     """"items", "tokens", "skipped_tokens", "first", or "skipped/REASON": see `SourceCounts`."""
+    reason: str
+    """The reason for dropping, or "" if the counter does not count drops."""
 
     @classmethod
     @lru_cache(maxsize=1024)  # each batch has the same few names
@@ -174,17 +176,7 @@ class SourceCounter(NamedTuple):
         """Parse a counter's name, STAGE/source/TAG/WHAT. None if it is not about a source."""
         stage, _, of_source = name.partition("/source/")
         tag, _, counter = of_source.partition("/")
-        return cls(stage, int(tag), counter) if counter else None
-
-    @property
-    def key(self) -> str:
-        """Return the key of the stage and the source in `DroppedCounts`."""
-        return f"{self.stage}/{self.tag}"
-
-    @property
-    def reason(self) -> str:
-        """Return the reason for dropping, or "" if the counter does not count drops."""
-        return self.counter.removeprefix(_SKIPPED) if self.counter.startswith(_SKIPPED) else ""
+        return cls(f"{stage}/{tag}", counter, counter.partition(_SKIPPED)[2]) if counter else None
 
 
 def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> DroppedCounts:
@@ -192,17 +184,17 @@ def with_counts(before: DroppedCounts, counts: Mapping[str, int | float]) -> Dro
 
     `counts` has the stages' counters by name.
     """
-    positive = [name for name in counts if "/source/" in name and counts[name] > 0]
-    parsed = {name: own for name in positive if (own := SourceCounter.parse(name))}
-    if all(own.counter == "items" and own.key in before and not before[own.key] for own in parsed.values()):
-        return before  # most batches
-    after = dict(before)
-    for name, own in parsed.items():
-        if (own.reason or own.counter == FIRST) and (own.key not in after or after[own.key]):
-            dropped = after.get(own.key, {})
+    parsed = [(own, int(n)) for name, n in counts.items() if n > 0 and (own := SourceCounter.parse(name))]
+    after = before
+    for own, number in parsed:
+        if (own.reason or own.counter == FIRST) and (dropped := after.get(own.key)) != {}:
+            dropped = dropped or {}
             counter = own.counter if own.counter in dropped or len(dropped) < _MAX_REASONS else _OTHERS
-            after[own.key] = {**dropped, counter: dropped.get(counter, 0) + int(counts[name])}
-    return after | {own.key: {} for own in parsed.values() if own.counter == "items"}
+            after = {**after, own.key: {**dropped, counter: dropped.get(counter, 0) + number}}
+    for own, _ in parsed:
+        if own.counter == "items" and after.get(own.key) != {}:
+            after = {**after, own.key: {}}
+    return after
 
 
 def reasons_of(dropped: Mapping[str, int]) -> Counter[str]:

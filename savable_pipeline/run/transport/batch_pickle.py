@@ -32,7 +32,8 @@ class _Pickler(pickle.Pickler):
         ):
             special = value.requires_grad or value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
             if not special:
-                order = () if value.is_contiguous() else _memory_order(value)
+                by_stride = sorted(range(value.dim()), key=value.stride, reverse=True)  # the order in memory
+                order = () if value.is_contiguous() else tuple(by_stride)
                 ordered = value.permute(order) if order else value
                 return _rebuild_tensor, (_raw_bytes(ordered), value.dtype, tuple(ordered.shape), order)
         return NotImplemented
@@ -77,11 +78,6 @@ def _raw_bytes(tensor: torch.Tensor) -> pickle.PickleBuffer | bytes:
     if not tensor.numel():
         return b""
     return pickle.PickleBuffer(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions in the order of their strides, the largest first."""
-    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _rebuild_tensor(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
