@@ -165,7 +165,10 @@ class PieceMaker(StageBuffer):
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
     def values(self, pieces: Sequence[Piece]) -> list[Any]:
-        """Return the values of pieces. A missing one is rebuilt, or is a `Skip` if that is impossible."""
+        """Return the values of pieces.
+
+        Missing values are rebuilt together. A value is a `Skip` if that is impossible.
+        """
         missing = [piece for piece in pieces if piece.value is UNBUILT]
         wholes = self._rebuild_wholes(missing) if missing else {}
         rebuilt = {piece: self._part_of(wholes[piece.ref].value, piece) for piece in missing}
