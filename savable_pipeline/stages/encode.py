@@ -646,12 +646,11 @@ class DeclaredSize:
             return
         name = type(self._encoder).__name__
         length_of = "length_of" if self._encoder.length_column is None else "length_column"
-        where = f"stage Encode, {sample_name(sample)}"
         if type(item) is Skip or hasattr(item, "__next__"):
             did = f"skipped the sample with {item.reason!r}" if type(item) is Skip else "yields several items"
             raise EncodeError(
                 f"{name}.{length_of} declared {planned[0]}, but encode {did}. Use length_of, which may return None."
-                f"\n  {where}"
+                f"\n  stage Encode, {sample_name(sample)}"
             )
         element.measured = self._encoder, index(self._encoder.length(item))
         found = element.measured[1], self._encoder.images(item)
@@ -660,5 +659,5 @@ class DeclaredSize:
             if before != after:
                 raise EncodeError(
                     f"{name}.{declared_by} declared {before}, but {method} of the item is {after}. The two must "
-                    f"agree, also after a resume.\n  {where}"
+                    f"agree, also after a resume.\n  stage Encode, {sample_name(sample)}"
                 )

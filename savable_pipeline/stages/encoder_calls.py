@@ -162,9 +162,7 @@ class EncoderCalls:
 
         A length may be 0. Returns None if the encoder has no `length` of its own.
         """
-        if not overrides(self.encoder, "length"):
-            return None
-        return tuple([self.size(element) for element in elements])
+        return tuple(map(self.size, elements)) if overrides(self.encoder, "length") else None
 
     def size(self, element: Element, *, least: int = 0) -> Size:
         """Return length in tokens, at least `least`, and number of images of a built item."""

@@ -187,7 +187,7 @@ class OnlinePacker(PackStage):
 
     def _combine(self, pack: OpenPack) -> Element | None:
         """Build and close a pack. Returns None if all of its items are lost or the encoder skips it."""
-        items = list(map(self._pieces.item, pack.pieces))
+        items = self._pieces.values(pack.pieces)
         pieces = [piece for piece, item in zip(pack.pieces, items, strict=True) if type(item) is not Skip]
         items = [item for item in items if type(item) is not Skip]
         packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK

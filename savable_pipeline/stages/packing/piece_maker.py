@@ -100,9 +100,8 @@ class PieceMaker(StageBuffer):
             sizes = declared and (declared,)
             self.taken = Piece(ref, value, sizes, measured=element.measured, length=0, total=length)
             return None
-        piece = Piece(ref, value, length=length, images=images, total=length)
-        self._set_cost(piece)
-        return piece
+        cost = 0 if packing.costing is None else packing.costing.of(length, images)
+        return Piece(ref, value, length=length, images=images, total=length, cost=cost)
 
     def _add_part(self, taken: Piece) -> bool:
         """Add to the policy the part of the taken item that fits. Returns whether nothing of the item remains."""
@@ -145,7 +144,7 @@ class PieceMaker(StageBuffer):
 
     def _item_of(self, taken: Piece) -> Any:
         """Return the taken item, or a `Skip` if it can no longer be rebuilt, which the stage upstream has counted."""
-        return taken.value if taken.is_built else self._rebuild_whole(taken).value
+        return taken.value if taken.is_built else self._rebuild_wholes([taken])[taken.ref].value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
         """Set images and cost of a piece of the taken item, and return the piece's value.
@@ -165,36 +164,40 @@ class PieceMaker(StageBuffer):
         if self._packing.costing is not None:
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
-    def item(self, piece: Piece) -> Any:
-        """Return the value of a piece, which is rebuilt if it is missing.
+    def values(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the values of pieces.
 
-        The result is a `Skip` if that is impossible.
+        Missing values are rebuilt together. A value is a `Skip` if that is impossible.
         """
-        if piece.value is not UNBUILT:
-            return piece.value
-        return self._part_of(self._rebuild_whole(piece).value, piece)
+        missing = [piece for piece in pieces if piece.value is UNBUILT]
+        wholes = self._rebuild_wholes(missing) if missing else {}
+        rebuilt = {piece: self._part_of(wholes[piece.ref].value, piece) for piece in missing}
+        return [rebuilt.get(piece, piece.value) for piece in pieces]
 
-    def _rebuild_whole(self, piece: Piece) -> Element:
-        """Rebuild the whole item of a piece, and return it. Set missing values of other pieces of its sample, too.
+    def _rebuild_wholes(self, pieces: Sequence[Piece]) -> dict[ItemRef, Element]:
+        """Rebuild the whole items of pieces, and return them by ref.
 
-        If the sample fans out, its items are rebuilt in their order, by one iterator.
+        Missing values of other pieces of the same samples are set, too. If a sample fans out, its items are rebuilt in
+        their order, by one iterator.
         """
-        missing = [each for each in self._packing.pieces() if not each.is_built and each.ref[:2] == piece.ref[:2]]
+        positions = {sample: at for at, sample in enumerate(dict.fromkeys([piece.ref[:2] for piece in pieces]))}
+        others = [each for each in self._packing.pieces() if each.ref[:2] in positions and not each.is_built]
+        both, requested = dict.fromkeys([*pieces, *others]), set(pieces)
         # in a damaged state, the last entry of a ref may not be a number
-        by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
-        wholes = {each.ref: Element(each.ref) for each in by_part}
+        parts = {each.ref: each.ref[-1] if type(each.ref[-1]) is int else -1 for each in both}
+        wholes = {ref: Element(ref) for ref in sorted(parts, key=lambda ref: (positions[ref[:2]], parts[ref]))}
         chunked(self._owner.source).make([*wholes.values()])
-        for each in [piece, *missing]:
+        for each in both:
             whole = wholes[each.ref]
             if type(whole.value) is not Skip and each.total:
                 self._calls.check_size(whole, each.total, None if each.is_cut else each.images)
-            if type(whole.value) is not Skip and each is not piece:
+            if type(whole.value) is not Skip and each not in requested:
                 each.value = self._part_of(whole.value, each)
                 self.count_bytes([each])
-        whole = wholes[piece.ref]
-        if self.taken is not None and self.taken.ref == piece.ref and type(whole.value) is not Skip:
-            self.taken.value, self.taken.measured = whole.value, whole.measured
-        return whole
+        taken = self.taken
+        if taken is not None and taken.ref in wholes and type(wholes[taken.ref].value) is not Skip:
+            taken.value, taken.measured = wholes[taken.ref].value, wholes[taken.ref].measured
+        return wholes
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
         """Return the part of the item `whole` that a piece covers, or the `Skip` of a lost item."""
