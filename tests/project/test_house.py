@@ -32,7 +32,7 @@ MOST_LINES = {  # of code, by folder: what the last change had reached; they onl
     "savable_pipeline/data": 13905,
     "savable_pipeline/run": 8141,
     "savable_pipeline/stages": 6588,
-    "savable_pipeline/tools": 6225,
+    "savable_pipeline/tools": 6222,
     "savable_pipeline/trainers": 2616,
     "task_encoders": 2479,
 }

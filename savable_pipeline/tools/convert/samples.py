@@ -27,7 +27,7 @@ from savable_pipeline.data.shards.byte_source import RecordError
 from savable_pipeline.data.shards.part_types import AUDIO_PARTS, IMAGE_PARTS, VIDEO_PARTS
 from savable_pipeline.data.stores.folder_store import CLASS, FOLDER, class_of, tar_key
 from savable_pipeline.data.stores.jsonl import JSONL
-from savable_pipeline.data.stores.sample_names import Reject, name_fault, outside, parts_fault, printable
+from savable_pipeline.data.stores.sample_names import Reject, outside, parts_fault, printable
 from savable_pipeline.data.stores.table_store import JSON, LINE
 from savable_pipeline.data.stores.tar_store import TARS
 from savable_pipeline.errors import ShardError
@@ -160,10 +160,15 @@ class SampleReader:
         return self.statistics
 
     def _check(self, sample: TarSample) -> None:
-        """Raise `RejectedError` for a part that does not fit its extension. Count the sample otherwise."""
+        """Raise `RejectedError` for a part that does not fit its extension. Count the sample otherwise.
+
+        A part without bytes fits any extension, as when it is read.
+        """
         for part in sample.parts:
-            if part.data is not self._parsed and (
-                fault := data_fault(part.extension, part.data, check_images=self._options.check_images)
+            if (
+                part.data
+                and part.data is not self._parsed
+                and (fault := data_fault(part.extension, part.data, check_images=self._options.check_images))
             ):
                 raise RejectedError(part.file, sample.key, fault)
         extensions = tuple([part.extension for part in sample.parts])
@@ -270,10 +275,9 @@ class SampleReader:
 
     def _read_store(self, file: int, row: int, number: int) -> TarSample | None:
         store, shard = self._store, self._source.name or self._dataset.entries.names[file]
-        is_record = self._source.form in RECORDS
         name, key = f"{shard}, record {number}", f"{number:09d}"
         try:
-            if not is_record or self._options.key_field is not None:
+            if self._source.form not in RECORDS or self._options.key_field is not None:
                 key = store.key(file, row)
                 key = key.removeprefix("./") if self._source.form == TARS else _tar_key_of_row(key, shard)
             if not self._wants(key):
@@ -289,15 +293,10 @@ class SampleReader:
         if self._may_name_files:
             parts += self._named_files(file, row, name, key)
         if not parts and not names:
-            empty = "no field: the record is empty" if is_record else "no part: every field is null"
-            raise RejectedError(name, key, empty)
-        for part in parts:
-            if fault := name_fault(key, part.extension):
-                raise RejectedError(name, key, fault)
-        if is_record:
-            fault, _ = parts_fault(key, [(part.extension, name, len(part.data), "") for part in parts])
-            if fault:
-                raise RejectedError(name, key, fault)
+            raise RejectedError(name, key, "no part: every field is null")
+        # the size 1, because a value without bytes is a value, unlike a file, which may be cut
+        if fault := parts_fault(key, [(part.extension, part.extension, 1, "") for part in parts])[0]:
+            raise RejectedError(name, key, fault)
         return self._sample_of(key, shard, parts, lambda: name)
 
     def _named_files(self, file: int, row: int, name: str, key: str) -> list[Part]:
