@@ -5,6 +5,7 @@
     python tools/bench/packing.py balance    how long ranks wait for the slowest, with `Balance` and `max_cost`
     python tools/bench/packing.py ranks      two processes that sleep for the cost of each pack, and their simulation
     python tools/bench/packing.py loading    CPU time of a pipeline with and without `Balance`
+    python tools/bench/packing.py items      packs of about 64 short items, against batches of 64
 
 There are 96 lanes. A step of W ranks is W consecutive slots, and takes as long as its most expensive batch. Tables show
 the fraction of all ranks' time spent waiting, at 8, 32 and 96 ranks.
@@ -32,9 +33,9 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
-from data import write_tar
+from data import prepare, write_tar
 from numpy.typing import NDArray
-from rounds import Bench, called, console, main, run_ranks
+from rounds import Bench, Loader, called, console, main, run_ranks
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -427,6 +428,33 @@ def loading(bench: Bench) -> None:
                 loader.close()
 
 
+class Documents(sp.TaskEncoder):
+    """Encoder of JSON of 150 bytes as 5 to 64 tokens."""
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+        return [0] * (5 + json.loads(sample["json"])["id"] % 60)
+
+    def length(self, item: Any) -> int:
+        return len(item)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+    def batch(self, items: list[Any], rng: sp.Rng) -> Any:
+        return items
+
+
+def items(bench: Bench) -> None:
+    """Compare packs of about 64 items with batches of 64 items, with default settings."""
+    documents = sp.read(str(prepare(bench.data, "short-json"))).shuffle(10_000).encode(Documents())
+    packs, warm = documents.pack(64 * 34).batch(1), 150_000  # units until all open packs are filled
+    ways = {
+        "batches": lambda: Loader(iter(sp.SavableLoader(documents.batch(64), seed=SEED)), warm=warm),
+        "packs": lambda: Loader(iter(sp.SavableLoader(packs, seed=SEED)), lambda batch: len(batch[0]), warm=warm),
+    }
+    bench.loaders("items of 34 tokens", "item", ways)
+
+
 def consume(batches: Iterator[Any], count: int) -> None:
     """Consume `count` batches."""
     for _ in islice(batches, count):
@@ -434,5 +462,5 @@ def consume(batches: Iterator[Any], count: int) -> None:
 
 
 if __name__ == "__main__":
-    measures = {"fill": compare_policies, "buckets": buckets, "balance": balance, "ranks": ranks, "loading": loading}
-    main(__doc__, measures, items=200_000, last=2_000, steps=160)
+    measures = {"fill": compare_policies, "buckets": buckets, "balance": balance, "ranks": ranks}
+    main(__doc__, {**measures, "loading": loading, "items": items}, items=200_000, last=2_000, steps=160)
