@@ -8,6 +8,7 @@ A batch of packs    ref (7, (3, (12, 0, 0), (15, 0, 0)),       refs [[12, 0, 0],
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -40,11 +41,16 @@ class BatchSamples:
     def arrays(self) -> Arrays:
         """Return the refs and rows of the items."""
         ref, rows = self.ref, None
-        # the usual case is a batch of single items; numpy would take four times as long
-        with suppress(TypeError, struct.error):  # for packs, pieces, or a ref of a user's own stage
-            if not ref or not isinstance(ref[0], tuple):  # the batch of a user's own stage has no number
-                flat = struct.pack(f"<{3 * len(ref[1:])}q", *chain.from_iterable(ref[1:]))
-                return np.frombuffer(flat, "<i8").reshape(-1, 3), None
+        # usually a batch has single items, or packs of single items; numpy would take four times as long
+        if not ref or not isinstance(ref[0], tuple):  # the batch of a user's own stage has no number
+            with suppress(TypeError, struct.error):  # for packs, pieces, or a ref of a user's own stage
+                return _packed(ref[1:]), None
+            with suppress(TypeError, struct.error):  # for pieces, packs of packs, or a ref of a user's own stage
+                items = [part for number, *parts in ref[1:] for part in parts if not isinstance(number, tuple)]
+                counts = [len(pack) - 1 for pack in ref[1:]]
+                if len(items) == sum(counts):
+                    one_each = not items or counts.count(1) == len(counts)
+                    return _packed(items), None if one_each else np.repeat(np.arange(len(counts)), counts)
         parts = [part for part in ref if isinstance(part, tuple)] or ([ref] if len(ref) == 3 else [])
         # padding rows have no sample
         by_row = [[sample for sample in sample_refs(row) if len(sample) == 3] for row in parts]
@@ -77,3 +83,9 @@ class BatchSamples:
         for row, ref in zip(row_numbers, refs.tolist(), strict=True):
             refs_by_row[row].append(tuple(ref))
         return refs_by_row
+
+
+def _packed(refs: Sequence[ItemRef]) -> Integers:
+    """Return the refs of items as an array. Raises TypeError or `struct.error` if they are others."""
+    flat = struct.pack(f"<{3 * len(refs)}q", *chain.from_iterable(refs))
+    return np.frombuffer(flat, "<i8").reshape(-1, 3)

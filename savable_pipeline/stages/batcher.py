@@ -77,6 +77,7 @@ class EncoderBatches(ChunkedStage, BatchStage):
 
     def take(self, n: int) -> list[Element]:
         """Return a list of the next batch alone, or an empty list at the end."""
+        self.lane.skips = False  # a user's own stage after this one needs the batch, also to skip or peek at its own
         due = self._due()
         if due is None:
             return []

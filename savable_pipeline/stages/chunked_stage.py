@@ -157,11 +157,6 @@ def value_of(stage: Stage, element: Element) -> Any:
     return element.value
 
 
-def unbuilt(elements: Sequence[Element]) -> list[Element]:
-    """Return the elements without a value."""
-    return [element for element in elements if not element.is_built]
-
-
 def without_lost(elements: Sequence[Element]) -> list[Element]:
     """Return the elements without those that could not be rebuilt."""
     return [element for element in elements if type(element.value) is not Skip]

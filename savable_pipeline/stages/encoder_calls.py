@@ -162,16 +162,19 @@ class EncoderCalls:
 
         A length may be 0. Returns None if the encoder has no `length` of its own.
         """
-        if not overrides(self.encoder, "length"):
-            return None
-        return tuple((self.length(element, least=0), self.images(element.value)) for element in elements)
+        return tuple(map(self.size, elements)) if overrides(self.encoder, "length") else None
+
+    def size(self, element: Element, *, least: int = 0) -> Size:
+        """Return length in tokens, at least `least`, and number of images of a built item."""
+        return self.length(element, least=least), self.images(element.value) if self.has_images else 0
 
     def length(self, element: Element, *, least: int) -> int:
         """Return the length of a built item in tokens, which must be at least `least`."""
         try:
-            if element.measured is None or element.measured[0] is not self.encoder:  # not yet by this encoder
-                element.measured = self.encoder, index(self.encoder.length(element.value))  # an int, not NumPy's
-            return _at_least(least, element.measured[1])
+            measured = element.measured
+            if measured is None or measured[0] is not self.encoder:  # not yet by this encoder
+                measured = element.measured = self.encoder, index(self.encoder.length(element.value))  # no NumPy int
+            return measured[1] if measured[1] >= least else _at_least(least, measured[1])
         except Exception as error:
             raise self._error(f"{self.encoder_name}.length", error) from from_user_code(error)
 

@@ -31,7 +31,7 @@ from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.data.dataset.ref import REF, TAG_SHIFT, RefArray, skip_counters, tag_of
 from savable_pipeline.data.dataset.sample import Sample
 from savable_pipeline.errors import CheckpointMismatchError
-from savable_pipeline.stages.chunked_stage import chunked, take_elements, unbuilt, value_of
+from savable_pipeline.stages.chunked_stage import chunked, take_elements, value_of
 from savable_pipeline.stages.cost import Size
 from savable_pipeline.stages.item_ref import UNBUILT, Element, ItemRef, as_ref, remaining_sizes, sample_indices
 from savable_pipeline.stages.stage import Stage
@@ -44,20 +44,30 @@ _NUMBERS = {int, float, bool}
 _MEASURED_PARTS = 16  # number of parts to measure of a longer list, to estimate its size
 
 
+class MemoryBudget:
+    """Bytes in the buffers of all lanes of a process, over all threads."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.lock = threading.RLock()  # reentrant, because `__del__` below may run at any moment in any thread
+
+
 class StageBuffer:
     """Base of buffers of elements that a stage has taken and not yet yielded.
 
     It has only a weak reference to the stage. A stage that is no longer used therefore frees its items, and the files
-    of its source, at once.
+    of its source, at once. If there is a limit, the bytes of the items count in the memory budget of the process, until
+    the buffer is garbage-collected.
     """
 
+    _bytes = 0  # number of counted bytes; a class attribute, because Ctrl-C may end `__init__` before its first line
+    counted = 0  # number of elements in the buffer whose bytes are counted
+
     def __init__(self, stage: Stage, max_bytes: int | None = None) -> None:
-        self._stage = weakref.ref(stage)
+        self._stage, self._max_bytes = weakref.ref(stage), max_bytes
         vars(stage).setdefault("_buffers", weakref.WeakSet()).add(self)
-        budget = MemoryBudget()
         if max_bytes is not None:
-            budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
-        self._share = BudgetShare(budget, max_bytes=max_bytes)  # this buffer's share of the memory budget
+            self._budget = stage.source.lane.shared("held items", MemoryBudget, by_threads=True)
 
     @property
     def _owner(self) -> Stage:
@@ -65,6 +75,40 @@ class StageBuffer:
         stage = self._stage()
         assert stage is not None, "a stage that calls its buffer is alive"
         return stage
+
+    def count_bytes(self, elements: Sequence[Element]) -> None:
+        """Count the bytes of built elements, or drop values that would exceed the limit."""
+        if (limit := self._max_bytes) is None:
+            return
+        built = [element for element in elements if element.value is not UNBUILT]
+        sizes = [size_of(element.value) or 1 for element in built]
+        with self._budget.lock:
+            for element, size in zip(built, sizes, strict=True):
+                if self._budget.used + size > limit:
+                    element.value, element.measured = UNBUILT, None
+                    continue
+                self._budget.used += size
+                self._bytes += size
+                self.counted += 1
+                element.counted_bytes = size
+
+    def release_bytes(self, elements: Iterable[Element]) -> None:
+        """Subtract the bytes of these elements."""
+        size = 0
+        for element in elements if self._bytes else ():
+            if element.counted_bytes:
+                size += element.counted_bytes
+                self.counted -= 1
+                element.counted_bytes = 0
+        if size:
+            with self._budget.lock:
+                self._budget.used -= size
+            self._bytes -= size
+
+    def __del__(self) -> None:
+        if self._bytes:
+            with self._budget.lock:
+                self._budget.used -= self._bytes
 
 
 class ItemBuffer(StageBuffer):
@@ -160,7 +204,7 @@ class ItemBuffer(StageBuffer):
             if type(value_of(self._owner.source, element)) is Skip:
                 element.value = UNBUILT  # the `Skip` is returned again when the element is taken
                 continue
-            self._share.count([element])
+            self.count_bytes([element])
             if not element.is_built:
                 break
 
@@ -171,7 +215,7 @@ class ItemBuffer(StageBuffer):
             elements: Elements that `take` of a stage returned, with or without values.
         """
         self._elements += elements
-        self._share.count(elements)
+        self.count_bytes(elements)
 
     def fill(self, n: int) -> int:
         """Take elements from the source until `n` are buffered or it ends.
@@ -218,7 +262,7 @@ class ItemBuffer(StageBuffer):
         if last_fills:
             self._elements[at] = self._elements[-1]
         del self._elements[-1 if last_fills else at]
-        self._share.release([element])  # its bytes of the memory budget
+        self.release_bytes([element])  # its bytes of the memory budget
         return element
 
     def exchange(self, slots: NDArray[np.int64], fresh: list[Element]) -> list[Element]:
@@ -232,9 +276,9 @@ class ItemBuffer(StageBuffer):
         for slot, element in zip(slots.tolist(), fresh, strict=True):
             removed.append(elements[slot])
             elements[slot] = element
-        self._share.release(removed)
+        self.release_bytes(removed)
         removed_ids = set(map(id, removed))  # if a slot repeats, `removed` also has fresh elements
-        self._share.count([element for element in fresh if id(element) not in removed_ids])
+        self.count_bytes([element for element in fresh if id(element) not in removed_ids])
         return removed
 
     def values(self, n: int, *, skips: bool = False) -> list[Any]:
@@ -247,17 +291,12 @@ class ItemBuffer(StageBuffer):
             skips: Whether the lane skips the batch of these values; elements that cannot be lost then remain unbuilt.
         """
         while True:
-            values = [element.value for element in self._elements[:n]]
-            if not [value for value in values if value is UNBUILT]:
-                return values
-            source = chunked(self._owner.source)
-            missing = [element for element in self._elements[:n] if element.value is UNBUILT]
-            if skips:
-                missing = [element for element in missing if not source.is_certain(element.ref)]
+            due, source = self._elements[:n], chunked(self._owner.source)
+            missing = [each for each in due if each.value is UNBUILT and not (skips and source.is_certain(each.ref))]
             source.make(missing)
             lost = {id(element) for element in missing if type(element.value) is Skip}
-            if skips and not lost:
-                return values
+            if not lost:
+                return [element.value for element in due]
             self._elements = [element for element in self._elements if id(element) not in lost]
 
     def copies(self, n: int) -> list[Element]:
@@ -269,7 +308,7 @@ class ItemBuffer(StageBuffer):
             n: The number of elements.
         """
         copies = [Element(each.ref, each.value, each.sizes, measured=each.measured) for each in self._elements[:n]]
-        chunked(self._owner.source).make(unbuilt(copies))
+        chunked(self._owner.source).make([each for each in copies if not each.is_built])
         return copies
 
     def drop(self, n: int) -> None:
@@ -278,7 +317,7 @@ class ItemBuffer(StageBuffer):
         Args:
             n: The number of elements.
         """
-        self._share.release(self._elements[:n])
+        self.release_bytes(self._elements[:n])
         del self._elements[:n]
 
 
@@ -451,61 +490,6 @@ class TakenAhead:
 def _opened(source: Any, refs: RefArray | list[Element]) -> list[Any]:
     """Return the samples with these refs. Elements of items are returned themselves."""
     return refs if isinstance(refs, list) else source.open_samples(refs)
-
-
-class MemoryBudget:
-    """Bytes in the buffers of all lanes of a process, over all threads."""
-
-    def __init__(self) -> None:
-        self.used = 0
-        self.lock = threading.RLock()  # reentrant, because `__del__` below may run at any moment in any thread
-
-
-class BudgetShare:
-    """Bytes that one buffer takes of the budget, counted only if there is a limit.
-
-    They are released when the buffer is garbage-collected.
-    """
-
-    _bytes = 0  # a class attribute, because Ctrl-C may end `__init__` before its first line
-    elements = 0  # number of elements in the buffer whose bytes are counted
-
-    def __init__(self, budget: MemoryBudget, *, max_bytes: int | None) -> None:
-        self._budget, self._max_bytes = budget, max_bytes
-
-    def count(self, elements: Sequence[Element]) -> None:
-        """Count the bytes of built elements, or drop values that would exceed the limit."""
-        if (limit := self._max_bytes) is None:
-            return
-        built = [element for element in elements if element.value is not UNBUILT]
-        sizes = [size_of(element.value) or 1 for element in built]
-        with self._budget.lock:
-            for element, size in zip(built, sizes, strict=True):
-                if self._budget.used + size > limit:
-                    element.value, element.measured = UNBUILT, None
-                    continue
-                self._budget.used += size
-                self._bytes += size
-                self.elements += 1
-                element.counted_bytes = size
-
-    def release(self, elements: Iterable[Element]) -> None:
-        """Subtract the bytes of these elements."""
-        size = 0
-        for element in elements if self._bytes else ():
-            if element.counted_bytes:
-                size += element.counted_bytes
-                self.elements -= 1
-                element.counted_bytes = 0
-        if size:
-            with self._budget.lock:
-                self._budget.used -= size
-            self._bytes -= size
-
-    def __del__(self) -> None:
-        if self._bytes:
-            with self._budget.lock:
-                self._budget.used -= self._bytes
 
 
 def size_of(item: Any) -> int:

@@ -83,7 +83,7 @@ def read(
         path: A folder (with its subfolders), a glob, a brace pattern (`{000..099}.tar`), one file, a URL (s3, gs, az,
             http, https, hf), or a list of these; or a `custom.RecordStore`, or a function that builds one.
         split: Name in `.nv-meta/split.yaml`. None: all samples.
-        subset: Share of the samples (0.1), range of shares (0.1, 0.3), or count.
+        subset: Fraction of the samples (0.1), range of fractions (0.1, 0.3), or count.
         epochs: Epochs of a pass; 2.5 ends in the middle of the third. None: endless in a loader, one without a loader.
         shuffle: Permute shards and blocks in each epoch: see `sp.TarShardReader`. Add `.shuffle(size)` to mix blocks.
         block_size: Samples that stay together. None: 8.

@@ -144,9 +144,10 @@ def test_a_mapped_series_calls_its_function_once_for_each_sample(mapped_folder: 
 
     reader = sp.TarShardReader(mapped_folder, sp.Lane(seed=3), epochs=1, shuffle=False)
     stage: Any = sp.Encode(reader, MappedFunction(".map", function, global_rng=False), check=0.0)
-    first = stage.take(40)
-    stage._take_samples = None  # later series are mapped
+    first, map_series, unmapped = stage.take(40), stage._map_series, []
+    stage._map_series = lambda *series: unmapped.append(map_series(*series))
     assert [each.value for each in first + stage.take(100)] == calls == [*range(140)]
+    assert unmapped == [None] * len(unmapped) != [], "later series are mapped"
 
 
 def test_skipped_samples_are_counted_by_reason(encoded: Any) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 
 import savable_pipeline as sp
 from savable_pipeline import custom
-from savable_pipeline.stages.item_buffer import BudgetShare, size_of
+from savable_pipeline.stages.item_buffer import StageBuffer, size_of
 from savable_pipeline.stages.item_ref import Element
 
 
@@ -93,7 +93,7 @@ def test_a_state_of_anything_but_refs_and_sizes_is_a_mismatch(shards: str, saved
 
 
 def test_budget_reserved_before_ctrl_c_is_released_silently() -> None:
-    BudgetShare.__new__(BudgetShare).__del__()
+    StageBuffer.__new__(StageBuffer).__del__()
 
 
 def test_value_that_cannot_be_rebuilt_is_a_skip_or_dropped(shards: str) -> None:
@@ -206,6 +206,6 @@ def test_memory_share_interrupted_by_ctrl_c_is_released_silently(
 ) -> None:
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    BudgetShare.__new__(BudgetShare)  # as far as `__init__` may have come: not at all
+    StageBuffer.__new__(StageBuffer)  # as far as `__init__` may have come: not at all
     gc.collect()
     assert not ignored

@@ -229,6 +229,22 @@ def test_items_lost_after_a_resume_are_not_subtracted_from_those_counted_since(s
     assert own.stats()["Encode/items"] >= len(encoded) > 0
 
 
+@pytest.mark.parametrize("how", [*HELD, *TOLD])
+def test_no_number_of_a_run_is_negative_while_it_loses_items(shards: str, how: dict[str, Any]) -> None:
+    """Half of the items that a run has counted are lost in the middle of it, or after a resume."""
+    encoder = TellingTexts()
+    encoder.error = OSError(5, "a disk that fails")
+    before, own = (loader(shards, encoder, {**how, "epochs": None}) for _ in range(2))
+    for _ in range(3):
+        next(before)
+    own.load_state_dict(through_a_file(before.state_dict()))
+    encoder.bad = frozenset(range(0, SAMPLES, 2))
+    for run in (own, before):
+        for _ in range(6):
+            next(run)
+            assert min(run.stats().values()) >= 0, run.stats()
+
+
 def test_bucket_batch_is_full_although_an_item_is_lost(shards: str) -> None:
     encoder = Texts()
     how: dict[str, Any] = {"policy": None, "buckets": True}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import savable_pipeline as sp
+from savable_pipeline.stages.mapped_function import MappedFunction
 from savable_pipeline.testing import assert_exact_resume
 from tests.conftest import MakeShards
 from tests.support.media_files import video_bytes
@@ -126,3 +127,70 @@ def test_video_yields_an_item_for_each_of_its_clips(films: sp.SamplePipeline) ->
 def test_random_clips_resume_exactly_in_the_middle_of_a_video(films: sp.SamplePipeline) -> None:
     chain = films.clips(sp.Clips(length_s=0.5, fps=6, count=3)).batch(2)
     assert assert_exact_resume(chain, lanes=2, steps=6, chains=1, after=1) > 6
+
+
+def mapped(shards: Path, function: Any, **settings: Any) -> sp.Encode:
+    samples = sp.TarShardReader(shards, sp.Lane(), shuffle=False, epochs=1)
+    return sp.Encode(samples, MappedFunction(".map", function), **settings)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "raise"])
+def test_a_flaky_error_in_a_series_is_handled_once_and_no_sample_is_called_again(
+    make_shards: MakeShards, on_error: Any
+) -> None:
+    """Sample 40 fails at its first call only."""
+    called: list[int] = []
+
+    def flaky(sample: sp.Sample) -> int:
+        called.append(number_of(sample))
+        if called[-1] == 40 and called.count(40) == 1:
+            raise ValueError("the first time")
+        return called[-1]
+
+    stage = mapped(make_shards([90]), flaky, on_error=on_error)
+    assert len(stage.take(32)) == 32  # with it, the type of items is known, and samples are mapped as series
+    called.clear()
+    if on_error == "skip":
+        items = [element.value for _ in range(3) for element in stage.take(32)]
+        assert stage.counts["skipped/ValueError"] == 1
+        assert items == [*range(32, 40), *range(41, 90)] and called == [*range(32, 90)]
+    else:
+        with pytest.raises(sp.EncodeError, match=r"flaky failed on sample .*: ValueError: the first time"):
+            stage.take(32)
+        assert called == [*range(32, 41)]
+        assert [element.value for _ in range(3) for element in stage.take(32)] == [*range(32, 90)]
+
+
+@pytest.mark.parametrize("special", [sp.Skip("odd"), None, "text"])
+def test_a_result_of_another_type_in_a_series_is_used_without_another_call(
+    make_shards: MakeShards, special: Any
+) -> None:
+    called: list[int] = []
+
+    def mostly_numbers(sample: sp.Sample) -> Any:
+        called.append(number_of(sample))
+        return special if called[-1] in (40, 45) else called[-1]
+
+    stage = mapped(make_shards([64]), mostly_numbers, on_error="skip")
+    taken = [element.value for element in stage.take(32)]
+    called.clear()
+    taken += [element.value for _ in range(3) for element in stage.take(32)]
+    expected = [special if number in (40, 45) and special == "text" else number for number in range(64)]
+    assert taken == [number for number in expected if special == "text" or number not in (40, 45)]
+    again = range(41, 64) if special is None else ()  # None is an error, after which samples are encoded one by one
+    assert called == [*range(32, 64), *again]
+
+
+def test_an_iterator_in_a_series_keeps_the_results_before_it(make_shards: MakeShards) -> None:
+    called: list[int] = []
+
+    def sometimes_two(sample: sp.Sample) -> Any:
+        number = number_of(sample)
+        called.append(number)
+        return iter([number, -number]) if number == 40 else number
+
+    stage = mapped(make_shards([64]), sometimes_two)
+    assert [element.value for element in stage.take(32)] == [*range(32)]
+    called.clear()
+    assert [element.value for _ in range(3) for element in stage.take(32)] == [*range(32, 41), -40, *range(41, 64)]
+    assert called == [*range(32, 64), *range(41, 64)], "those after the iterator again"

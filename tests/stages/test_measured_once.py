@@ -220,6 +220,16 @@ def test_declared_size_that_differs_from_the_items_is_an_error(shards: str) -> N
             list(SHAPES[shape](reading(shards), Wrong())(sp.Lane(seed=7)))
 
 
+def test_a_declared_size_is_compared_without_reading_the_name_of_the_sample(
+    shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(sample: sp.Sample) -> str:
+        raise AssertionError(f"the name of {sample.ref} is read, but no error needs it")
+
+    monkeypatch.setattr("savable_pipeline.stages.encode.sample_name", fail)
+    assert len(list(islice(SHAPES["best fit"](reading(shards), Declaring())(sp.Lane(seed=7)), 3))) == 3
+
+
 def test_a_resumed_lane_compares_each_item_with_its_saved_size(shards: str) -> None:
     class Longer(Declaring):
         more = 0

@@ -393,6 +393,42 @@ def test_a_join_of_a_bucket_is_skipped_by_its_index_of_keys(
             assert requested["request"]
 
 
+class Ids(sp.TaskEncoder):
+    one_to_one = True
+
+    def encode(self, sample: sp.Sample, rng: sp.Rng) -> int:
+        return number_of(sample)
+
+    def length(self, item: int) -> int:
+        return 1
+
+    def length_of(self, sample: sp.Sample) -> int:
+        return 1
+
+    def batch(self, items: list[int], rng: sp.Rng) -> Any:
+        return items
+
+
+@pytest.mark.parametrize("epochs", [1, None])  # a finite lane builds one batch more than is asked for
+@pytest.mark.parametrize("skipped", [0, 3])
+@pytest.mark.parametrize("batcher", [sp.Batcher, partial(custom.BucketBatcher, bounds=[9])])
+def test_users_last_stage_gets_built_batches(shards: str, batcher: Any, skipped: int, epochs: int | None) -> None:
+    class Last(custom.BatchStage):
+        ref: Any = ()
+
+        def __next__(self) -> Any:
+            batch = next(self.source)
+            self.ref = self.source.ref
+            return batch
+
+    def pipeline(lane: sp.Lane) -> custom.Stage:
+        return Last(batcher(sp.Encode(sp.TarShardReader(shards, lane, shuffle=False, epochs=epochs), Ids()), size=2))
+
+    loader = sp.SavableLoader(pipeline, seed=7, lanes=1)
+    loader.skip(skipped)
+    assert [next(loader) for _ in range(3)] == [[2 * at, 2 * at + 1] for at in range(skipped, skipped + 3)]
+
+
 @pytest.mark.parametrize(("build", "kind"), [(batched, Counting), (packed, CountingSizes), (balanced, CountingSizes)])
 def test_resume_on_more_ranks_and_skips_build_only_what_is_yielded(
     shards: str, build: Callable[..., Any], kind: type[sp.TaskEncoder]

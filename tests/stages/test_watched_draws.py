@@ -1,6 +1,6 @@
 """`global_rng=None`: functions that draw get what `global_rng=True` gives, and others are not seeded.
 
-Each function below depends on the sample and the global generators alone. A batch of 40 is one row of calls.
+Each function below depends on the sample and the global generators alone. A batch of 40 is one series of calls.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def filtered(folder: Path, setting: bool | None) -> Any:
 
 
 def keep_by_chance(sample: sp.Sample) -> bool:
-    """Errors, results of every kind, and draws late in a row."""
+    """Errors, results of every kind, and draws late in a series."""
     if number(sample) % 11 == 5:
         raise ValueError("it is bad")
     return number(sample) % 4 != 1 or np.random.rand() < 0.5
@@ -285,7 +285,7 @@ def one_epoch(loader: sp.SavableLoader, samples: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("size", "seeded"), [(15, True), (16, False), (75, False)])
-def test_a_function_that_draws_nothing_is_seeded_only_in_rows_of_less_than_16_calls(
+def test_a_function_that_draws_nothing_is_seeded_only_in_series_of_less_than_16_calls(
     make_shards: Any, size: int, seeded: bool
 ) -> None:
     encoder = Calls(quiet)
@@ -294,7 +294,7 @@ def test_a_function_that_draws_nothing_is_seeded_only_in_rows_of_less_than_16_ca
     assert encoder.seeded == [seeded] * size * 4
 
 
-def test_a_row_that_draws_is_repeated_and_all_later_calls_are_seeded(make_shards: Any) -> None:
+def test_a_series_that_draws_is_repeated_and_all_later_calls_are_seeded(make_shards: Any) -> None:
     encoder = Calls(at_the_thirtieth)
     assert len(one_epoch(batches(make_shards([100]), encoder, 25, check=0.0), 100)) == 100
     assert encoder.calls == [*range(25), *range(25, 50), *range(25, 50), *range(50, 100)]
@@ -351,7 +351,7 @@ def test_draw_between_the_two_calls_of_a_check_is_detected(make_shards: Any) -> 
     assert encoder.calls[:3] == [0, 0, 0]  # a call that is found to draw, then two that are seeded
 
 
-def test_checks_of_a_repeated_row_are_repeated(make_shards: Any) -> None:
+def test_checks_of_a_repeated_series_are_repeated(make_shards: Any) -> None:
     encoder = Calls(lambda sample: random.random() if number(sample) == 5 else number(sample))
     one_epoch(batches(make_shards([64]), encoder, 32), 64)
     assert encoder.calls == [*sorted([*range(5)] * 2), 5, *sorted([*range(8)] * 2), *range(8, 64)]
@@ -388,7 +388,7 @@ def draws() -> list[Any]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("size", [4, 32])
-def test_after_ctrl_c_and_errors_random_states_are_restored_and_the_row_restarts(
+def test_after_ctrl_c_and_errors_random_states_are_restored_and_the_series_restarts(
     make_shards: Any, error: type[BaseException], size: int
 ) -> None:
     once: list[int] = []
@@ -420,7 +420,7 @@ def interrupted_never(sample: sp.Sample) -> Any:
     return number(sample), random.random() if number(sample) > 70 else 0
 
 
-def test_a_row_in_which_torch_is_imported_is_repeated(make_shards: Any) -> None:
+def test_a_series_in_which_torch_is_imported_is_repeated(make_shards: Any) -> None:
     program = """
 import sys
 import savable_pipeline as sp
@@ -489,8 +489,8 @@ def small(sample: sp.Sample) -> bool:
     return number(sample) % 5 != 2
 
 
-def test_a_row_in_a_thread_is_repeated_while_another_thread_draws() -> None:
-    """Three rows of which another thread draws in the first two."""
+def test_a_series_in_a_thread_is_repeated_while_another_thread_draws() -> None:
+    """Three series of which another thread draws in the first two."""
     seeding, calls = Seeding("f", None, in_thread=True), []
 
     def call() -> int:
@@ -542,6 +542,6 @@ def test_fast_numpy_state_equals_that_of_get_state_with_its_cached_normal() -> N
         assert np.random.standard_normal(3).tolist() == following
 
 
-def test_no_two_processes_and_rows_have_the_same_states() -> None:
+def test_no_two_processes_and_series_have_the_same_states() -> None:
     keys = [global_rng._start_states(process, True) for process in (1, 2)]
     assert len({repr(next(states)[1]) for states in keys for _ in range(8)}) == 8

@@ -135,7 +135,8 @@ class Stats(Observer):
         return {
             **self.totals(),
             "batches_per_s": (self._batches - batches) / seconds,
-            "items_per_s": (items - items_then) / seconds,
+            # lost items are subtracted from the counter, and may be more than the new ones
+            "items_per_s": max(0, items - items_then) / seconds,
         }
 
     def totals(self) -> dict[str, int | float]:
@@ -147,7 +148,7 @@ class Stats(Observer):
             "batches": self._batches,
             "samples": self._samples.total(),
             **({} if tokens is None else {"tokens": tokens}),
-            **({"bytes": self._bytes_read()} if self._bytes_and_items[1] else {}),
+            **({"bytes": self._bytes_read()} if self._bytes_and_items[1] > 0 else {}),
             "wait_s": self._wait_s,
             "work_s": self._work_s,
             **{f"seconds/{name}": share * self._work_s for name, share in self._stage_shares().items()},

@@ -160,7 +160,7 @@ class Balance(ChunkedStage, ItemStage):
             if sizes is None:
                 if type(value_of(self.source, element)) is Skip:
                     continue
-                sizes = ((self._calls.length(element, least=0), self._calls.images(element.value)),)
+                sizes = (self._calls.size(element),)
             self._packs.append(self._waiting_pack(element.ref, self._rule.count, sizes))
             # stages upstream check sizes when they rebuild a pack, but only know those of their own encoder
             element.sizes = sizes if self._calls.is_upstream else None

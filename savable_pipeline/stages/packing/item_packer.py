@@ -21,7 +21,7 @@ from savable_pipeline.core.containers import changed_part, part_versions
 from savable_pipeline.core.rng import Rng
 from savable_pipeline.core.state_numbers import SavedCount
 from savable_pipeline.errors import EncodeError
-from savable_pipeline.stages.chunked_stage import chunked, unbuilt, without_lost
+from savable_pipeline.stages.chunked_stage import chunked, without_lost
 from savable_pipeline.stages.encoder_calls import EncoderCalls
 from savable_pipeline.stages.item_buffer import ItemBuffer, known_refs
 from savable_pipeline.stages.item_ref import Element, as_ref
@@ -128,7 +128,7 @@ class ItemPacker(PackStage):
                 if not more:
                     break
                 self._buffer.add([Element(element.ref) for element in more])
-                chunked(self.source).make(unbuilt(more))
+                chunked(self.source).make([each for each in more if not each.is_built])
                 elements += more
             if not self._buffer:
                 return False

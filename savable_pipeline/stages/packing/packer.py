@@ -187,9 +187,9 @@ class OnlinePacker(PackStage):
 
     def _combine(self, pack: OpenPack) -> Element | None:
         """Build and close a pack. Returns None if all of its items are lost or the encoder skips it."""
-        built = [(piece, self._pieces.item(piece)) for piece in pack.pieces]
-        pieces = [piece for piece, item in built if type(item) is not Skip]
-        items = [item for _, item in built if type(item) is not Skip]
+        items = self._pieces.values(pack.pieces)
+        pieces = [piece for piece, item in zip(pack.pieces, items, strict=True) if type(item) is not Skip]
+        items = [item for item in items if type(item) is not Skip]
         packed = self._calls.combined(items, self._count, self.info) if items else EMPTY_PACK
         if type(packed) is Skip:
             self._release(pack)
@@ -224,8 +224,8 @@ class OnlinePacker(PackStage):
 
     def _release(self, pack: OpenPack) -> None:
         """Remove a pack from the open ones, and subtract the bytes of its items."""
-        self._packing.packs.remove(pack)
-        self._pieces.release(pack.pieces)
+        self._packing.remove(pack)
+        self._pieces.release_bytes(pack.pieces)
 
     def _drop(self, skip: Skip, pieces: list[Piece]) -> None:
         """Count a skipped pack of these pieces, so that the next pack has another number and random numbers.
@@ -259,7 +259,7 @@ class OnlinePacker(PackStage):
         if self._counts_late:
             # another number of sizes means that they are not those of these items
             known = pack.sizes if len(pack.sizes or ()) == len(items) else None
-            self._count_pack(known or [self._pieces.measured(item) for item in items])
+            self._count_pack(known or [self._calls.size(item) for item in items])
 
     def save_state(self) -> State:
         """Return the open packs, and the items that are in no pack yet.
@@ -276,8 +276,7 @@ class OnlinePacker(PackStage):
         """
         packing, taken = self._packing, self._pieces.taken
         state = {
-            # byte dd starts a list in MessagePack whose length has 4 bytes
-            "packs": [b"\xdd" + len(pack.pieces).to_bytes(4, "big") + pack.saved for pack in packing.packs],
+            "packs": [pack.save() for pack in packing.packs],
             "count": self._count,
             "taken": None if taken is None else taken.ref,
             "source": self.source.save_state(),

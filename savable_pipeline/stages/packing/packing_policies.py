@@ -67,7 +67,9 @@ def saved_piece(piece: Piece) -> tuple[Any, ...]:
 
     Trailing fields with their default values are omitted.
     """
-    count = 6 if piece.rounds else 5 if piece.is_cut else 3 if piece.images else 2
+    if piece.length == piece.total and not piece.images and not piece.rounds:
+        return piece.ref, piece.length  # the usual case, a third of the time of what follows
+    count = 6 if piece.rounds else 5 if piece.is_cut else 3
     return (piece.ref, piece.length, piece.images, piece.start, piece.total, piece.rounds)[:count]
 
 
@@ -83,7 +85,8 @@ class OpenPack:
     # remaining tokens times greatest cost and remaining cost times greatest length. `add` sets it.
     slack: int = 0
     pieces: list[Piece] = field(default_factory=list)
-    saved: bytearray = field(default_factory=bytearray)  # the pieces in MessagePack
+    saved: bytes = b""  # the first `saved_pieces` pieces in MessagePack
+    saved_pieces: int = 0
     length: int = field(init=False)  # most tokens of the pack
 
     def __post_init__(self) -> None:
@@ -96,7 +99,6 @@ class OpenPack:
     def add(self, piece: Piece) -> None:
         """Append a piece, and update the remaining room."""
         self.pieces.append(piece)
-        _encoder.encode_into(saved_piece(piece), self.saved, -1)
         self.room -= piece.length
         self.images -= piece.images
         self.cost -= piece.cost
@@ -104,6 +106,16 @@ class OpenPack:
         if self.bounds is not None:
             max_length, max_cost = self.bounds
             self.slack = min(self.room * max_cost, self.cost * max_length)
+
+    def save(self) -> bytes:
+        """Return the pieces as a list in MessagePack.
+
+        Each piece is encoded once instead of for the state of each batch.
+        """
+        encoded = b"".join(map(_encoder.encode, map(saved_piece, self.pieces[self.saved_pieces :])))
+        # assigned together, because Ctrl-C in between would repeat pieces in the next state
+        self.saved, self.saved_pieces = self.saved + encoded, len(self.pieces)
+        return b"\xdd" + self.saved_pieces.to_bytes(4, "big") + self.saved  # byte dd: the length has 4 bytes
 
 
 class Packing:
@@ -128,7 +140,8 @@ class Packing:
         # least cost of a piece; a pack with less remaining cost is full
         self._least_cost = costing.of(1, 0) if costing is not None else 0
         self.packs: list[OpenPack] = []
-        self._filled: OpenPack | None = None  # the last pack that had no room for another token
+        # the pack without room for another token, if any; it is yielded before a piece is added
+        self.full: OpenPack | None = None
         self.waiting: list[Piece] = []  # pieces that are not in a pack yet
         self.rounds = 0  # number of rounds in which waiting pieces were put into packs
 
@@ -180,14 +193,13 @@ class Packing:
         pack = pack or self.open()
         pack.add(piece)
         if not pack.room or pack.cost < self._least_cost:
-            self._filled = pack
+            self.full = pack
 
-    def full(self) -> OpenPack | None:
-        """Return the pack without room for another token, or None.
-
-        It is yielded before a piece is added.
-        """
-        return self._filled if self._filled in self.packs else None
+    def remove(self, pack: OpenPack) -> None:
+        """Remove a pack that is yielded or skipped."""
+        self.packs.remove(pack)
+        if self.full is pack:
+            self.full = None
 
 
 class Sequential(Packing):
@@ -214,7 +226,7 @@ class Sequential(Packing):
 
     def due(self) -> OpenPack | None:
         """Return the first pack if it is full or there is a second one, or None."""
-        return self.packs[0] if len(self.packs) > 1 else self.full()
+        return self.packs[0] if len(self.packs) > 1 else self.full
 
 
 class FirstFit(Packing):
@@ -226,7 +238,7 @@ class FirstFit(Packing):
 
     def due(self) -> OpenPack | None:
         """Return a full pack, or the oldest one if more than `open_packs` are open."""
-        return self.full() or (self.packs[0] if len(self.packs) > self.open_packs else None)
+        return self.full or (self.packs[0] if len(self.packs) > self.open_packs else None)
 
 
 class BestFit(Packing):
@@ -240,7 +252,7 @@ class BestFit(Packing):
         best, least_slack = None, _UNREACHED_SLACK
         length, images, cost = piece.length, piece.images, piece.cost
         for pack in self.packs:
-            if pack.slack < least_slack and length <= pack.room and images <= pack.images and cost <= pack.cost:
+            if length <= pack.room and pack.slack < least_slack and images <= pack.images and cost <= pack.cost:
                 best, least_slack = pack, pack.slack
         self.put(piece, best)
 
@@ -249,10 +261,9 @@ class BestFit(Packing):
 
         If none is full but more than `open_packs` are open, return the fullest of all but the newest.
         """
-        full = self.full()
-        if full is None and len(self.packs) > self.open_packs:
+        if self.full is None and len(self.packs) > self.open_packs:
             return min(self.packs[:-1], key=attrgetter("slack"))
-        return full
+        return self.full
 
 
 class FirstFitDecreasing(Packing):

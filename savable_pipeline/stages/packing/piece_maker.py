@@ -48,7 +48,7 @@ class PieceMaker(StageBuffer):
     def built(self) -> int:
         """Return the number of items that are in memory, both in packs and in no pack yet."""
         ahead = sum([element.is_built for element in self.ahead])
-        return self._share.elements + ahead + (self.taken is not None and self.taken.is_built)
+        return self.counted + ahead + (self.taken is not None and self.taken.is_built)
 
     def add_next(self) -> bool:
         """Add pieces of the next items to the policy, at most until a pack is due.
@@ -83,24 +83,25 @@ class PieceMaker(StageBuffer):
         """Count pieces and their tokens by source, and the bytes of their values."""
         self._by_source.reset_rows(pieces)
         self._by_source.count_items(pieces, self._owner.info.tags, has_lengths=True)
-        self._share.count(pieces)
+        self.count_bytes(pieces)
 
     def _whole_piece(self, element: Element) -> Piece | None:
         """Return a whole item as a piece. Returns None if it is lost, or if it does not fit and is now in `taken`."""
-        declared, value, ref = None, element.value, element.ref
+        declared, value, ref, packing = None, element.value, element.ref, self._packing
         if value is UNBUILT and element.sizes and type(ref[1]) is int and self._owner.info.declared:
             declared = element.sizes[0]  # not for a pack, because its sizes are those of its items
             length, images = self._calls.checked_length(declared[0], least=_LEAST_TOKENS), declared[1]
-        elif type(value := value_of(self._owner.source, element)) is Skip:  # the stage upstream has counted it
-            return None
         else:
-            length, images = self.measured(element)
-        if length > self._packing.reach or images > self._packing.max_images > 0:
-            self.taken = Piece(ref, value, declared and (declared,), length=0, total=length)
+            value = value_of(self._owner.source, element) if value is UNBUILT else value
+            if type(value) is Skip:  # the stage upstream has counted it
+                return None
+            length, images = self._calls.size(element, least=_LEAST_TOKENS)
+        if length > packing.reach or images > packing.max_images > 0:
+            sizes = declared and (declared,)
+            self.taken = Piece(ref, value, sizes, measured=element.measured, length=0, total=length)
             return None
-        piece = Piece(ref, value, length=length, images=images, total=length)
-        self._set_cost(piece)
-        return piece
+        cost = 0 if packing.costing is None else packing.costing.of(length, images)
+        return Piece(ref, value, length=length, images=images, total=length, cost=cost)
 
     def _add_part(self, taken: Piece) -> bool:
         """Add to the policy the part of the taken item that fits. Returns whether nothing of the item remains."""
@@ -138,17 +139,12 @@ class PieceMaker(StageBuffer):
         """Return the declared or measured length of the taken item, or None if it can no longer be rebuilt."""
         if taken.sizes is not None:
             return self._calls.checked_length(taken.sizes[0][0], least=_LEAST_TOKENS)
-        if taken.total and taken.is_built:
-            return taken.total
         item = self._item_of(taken)
         return None if type(item) is Skip else self._calls.length(taken, least=_LEAST_TOKENS)
 
     def _item_of(self, taken: Piece) -> Any:
         """Return the taken item, or a `Skip` if it can no longer be rebuilt, which the stage upstream has counted."""
-        if not taken.is_built:
-            whole = self._rebuild_whole(taken)
-            taken.value, taken.measured = whole.value, whole.measured
-        return taken.value
+        return taken.value if taken.is_built else self._rebuild_wholes([taken])[taken.ref].value
 
     def _measure(self, piece: Piece, taken: Piece) -> Any:
         """Set images and cost of a piece of the taken item, and return the piece's value.
@@ -159,9 +155,8 @@ class PieceMaker(StageBuffer):
         if taken.sizes is not None and not (piece.is_cut and taken.sizes[0][1]):
             item, piece.images = UNBUILT, taken.sizes[0][1]
         else:
-            whole = self._item_of(taken)
-            item = whole if type(whole) is Skip else self._part_of(whole, piece)
-            piece.images = 0 if type(whole) is Skip else self._calls.images(item)
+            item = self._part_of(self._item_of(taken), piece)
+            piece.images = 0 if type(item) is Skip else self._calls.images(item)
         self._set_cost(piece)
         return item
 
@@ -169,49 +164,46 @@ class PieceMaker(StageBuffer):
         if self._packing.costing is not None:
             piece.cost = self._packing.costing.of(piece.length, piece.images)
 
-    def release(self, pieces: Sequence[Piece]) -> None:
-        """Subtract the bytes of the items of these pieces."""
-        self._share.release(pieces)
+    def values(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Return the values of pieces.
 
-    def item(self, piece: Piece) -> Any:
-        """Return the value of a piece, which is rebuilt if it is missing.
-
-        The result is a `Skip` if that is impossible.
+        Missing values are rebuilt together. A value is a `Skip` if that is impossible.
         """
-        if piece.value is not UNBUILT:
-            return piece.value
-        whole = self._rebuild_whole(piece).value
-        return whole if type(whole) is Skip else self._part_of(whole, piece)
+        missing = [piece for piece in pieces if piece.value is UNBUILT]
+        wholes = self._rebuild_wholes(missing) if missing else {}
+        rebuilt = {piece: self._part_of(wholes[piece.ref].value, piece) for piece in missing}
+        return [rebuilt.get(piece, piece.value) for piece in pieces]
 
-    def _rebuild_whole(self, piece: Piece) -> Element:
-        """Rebuild the whole item of a piece, and return it. Set missing values of other pieces of its sample, too.
+    def _rebuild_wholes(self, pieces: Sequence[Piece]) -> dict[ItemRef, Element]:
+        """Rebuild the whole items of pieces, and return them by ref.
 
-        If the sample fans out, its items are rebuilt in their order, by one iterator.
+        Missing values of other pieces of the same samples are set, too. If a sample fans out, its items are rebuilt in
+        their order, by one iterator.
         """
-        missing = [each for each in self._packing.pieces() if not each.is_built and each.ref[:2] == piece.ref[:2]]
+        positions = {sample: at for at, sample in enumerate(dict.fromkeys([piece.ref[:2] for piece in pieces]))}
+        others = [each for each in self._packing.pieces() if each.ref[:2] in positions and not each.is_built]
+        both, requested = dict.fromkeys([*pieces, *others]), set(pieces)
         # in a damaged state, the last entry of a ref may not be a number
-        by_part = sorted([piece, *missing], key=lambda each: each.ref[-1] if type(each.ref[-1]) is int else -1)
-        wholes = {each.ref: Element(each.ref) for each in by_part}
+        parts = {each.ref: each.ref[-1] if type(each.ref[-1]) is int else -1 for each in both}
+        wholes = {ref: Element(ref) for ref in sorted(parts, key=lambda ref: (positions[ref[:2]], parts[ref]))}
         chunked(self._owner.source).make([*wholes.values()])
-        for each in [piece, *missing]:
+        for each in both:
             whole = wholes[each.ref]
             if type(whole.value) is not Skip and each.total:
                 self._calls.check_size(whole, each.total, None if each.is_cut else each.images)
-            if type(whole.value) is not Skip and each is not piece:
+            if type(whole.value) is not Skip and each not in requested:
                 each.value = self._part_of(whole.value, each)
-                self._share.count([each])
-        whole = wholes[piece.ref]
-        if self.taken is not None and self.taken.ref == piece.ref and type(whole.value) is not Skip:
-            self.taken.value, self.taken.measured = whole.value, whole.measured
-        return whole
+                self.count_bytes([each])
+        taken = self.taken
+        if taken is not None and taken.ref in wholes and type(wholes[taken.ref].value) is not Skip:
+            taken.value, taken.measured = wholes[taken.ref].value, wholes[taken.ref].measured
+        return wholes
 
     def _part_of(self, whole: Any, piece: Piece) -> Any:
-        """Return the part of the item `whole` that a piece covers."""
-        return self._calls.cut(whole, piece.start, piece.start + piece.length) if piece.is_cut else whole
-
-    def measured(self, element: Element) -> Size:
-        """Return length and images of a built item."""
-        return self._calls.length(element, least=_LEAST_TOKENS), self._calls.images(element.value)
+        """Return the part of the item `whole` that a piece covers, or the `Skip` of a lost item."""
+        if type(whole) is Skip or not piece.is_cut:
+            return whole
+        return self._calls.cut(whole, piece.start, piece.start + piece.length)
 
     def _count_dropped(self, reason: str, tokens: int, measure: int, *, asked: bool = False) -> None:
         """Count `tokens` of an item as dropped, because `measure`, its length or images, is too large.
@@ -280,4 +272,4 @@ class PackerState(msgspec.Struct):
 
 def piece_ref(piece: Piece) -> ItemRef:
     """Return the ref of a whole item, or (ref, start, stop) for a part of an item."""
-    return (piece.ref, piece.start, piece.start + piece.length) if piece.is_cut else piece.ref
+    return (piece.ref, piece.start, piece.start + piece.length) if piece.length != piece.total else piece.ref

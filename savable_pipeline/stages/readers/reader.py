@@ -50,7 +50,7 @@ class ReaderSettings(TypedDict, total=False):
     split: str | None
     """A split in the dataset's `.nv-meta/split.yaml`. Default: None, all samples."""
     subset: Subset | None
-    """A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. Default: None, all samples."""
+    """A fraction of the samples (0.1), a range of fractions (0.1, 0.3), or a count. Default: None, all samples."""
     epochs: int | float | None
     """How many epochs a pass has; the last may be a fraction, as in 2.5. Default: None, an endless run."""
     shuffle: bool
@@ -190,7 +190,7 @@ class RecordReader(_LaneReader):
         store: A `custom.RecordStore`, built once per process: `lane.shared("its name", lambda: MyStore(...))`.
         lane: The lane of the pipeline.
         split: A split in the dataset's `.nv-meta/split.yaml`. None: all samples.
-        subset: A share of the samples (0.1), a range of shares (0.1, 0.3), or a count. None: all samples.
+        subset: A fraction of the samples (0.1), a range of fractions (0.1, 0.3), or a count. None: all samples.
         epochs: Epochs of one pass; the last may be a fraction, as in 2.5. None: endless.
         shuffle: Permute shards and blocks, differently in each epoch. False: deal blocks in file order.
         block_size: Samples that stay together. None: 8, or in file order a batch if each sample is one row.

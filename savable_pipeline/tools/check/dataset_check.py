@@ -83,7 +83,7 @@ def check_dataset(
         ValueError: `decode` is not a fraction, or files of this format do not have a setting.
     """
     if not 0 <= decode <= 1:
-        raise ValueError(f"decode must be a share of the audio and video, 0.0 to 1.0, not {decode}")
+        raise ValueError(f"decode must be a fraction of the audio and video, 0.0 to 1.0, not {decode}")
     chosen = {name: value for name, value in settings.items() if value is not None}
     source = find_source(shards, settings=chosen)
     form = with_settings(source, chosen)

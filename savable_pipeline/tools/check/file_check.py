@@ -138,8 +138,7 @@ def _check_store(store: RecordStore, name: str, counts: _FileCounts) -> Iterator
             yield Problem(reason_of(error), detail, name, index=row)
             row = store.next_readable(0, row, reason_of(error))
     yield from _check_named_files(store, name, counts)
-    duplicates = (reject for reject in store.rejects() if reject.reason == "two parts with one extension")
-    yield from (Problem(reject.reason, reject.detail, reject.file, reject.key) for reject in duplicates)
+    yield from (Problem(reject.reason, reject.detail, reject.file, reject.key) for reject in store.rejects())
 
 
 def _check_frames(store: RecordStore, root: Path, name: str, counts: _FileCounts) -> Iterator[Problem]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import time
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
@@ -64,9 +66,26 @@ def print_counts(console: Console, word: str, counts: Mapping[str, int], scope: 
         console.print(escape_markup(f"{word}: {', '.join(lines)}{scope}"))
 
 
+_logged = Counter[str]()  # how often a message was logged
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """Return whether a message is logged for the first time."""
+    _logged[record.getMessage()] += 1
+    return _logged[record.getMessage()] == 1
+
+
+def log_once() -> None:
+    """Show each log message once, although a command may open a dataset several times.
+
+    This does not change handlers of the user's code.
+    """
+    logging.lastResort.addFilter(_is_new)  # type: ignore[union-attr]  # it is None only if a program changed it
+
+
 def print_warnings(console: Console, warnings: list[str]) -> None:
-    """Print each warning on a line."""
-    for warning in warnings:
+    """Print each warning on a line, unless it was logged."""
+    for warning in (each for each in warnings if each not in _logged):
         console.print(escape_markup(f"warning: {warning}"))
 
 

@@ -39,7 +39,6 @@ from savable_pipeline.tools.cli.convert_command import EngineOption, engine_name
 
 if TYPE_CHECKING:  # a command imports what it needs when it is called
     from savable_pipeline.data.dataset.info import Info
-    from savable_pipeline.data.dataset.media_indexing import MediaFaults
     from savable_pipeline.data.shards.shard_list import ShardEntry
     from savable_pipeline.tools.check.dataset_check import CheckReport
     from savable_pipeline.tools.check.file_check import Problem
@@ -190,40 +189,29 @@ def index(
             index_path, faults = index_any(path, processes=workers, engine=cluster, progress=progress)
             if (Path(path) / WRITTEN).is_dir() and not faults:
                 write_energon_files(Path(path), index_path)
-        _print_index(index_path, faults)
+        out.print(escape_markup(f"index: {index_path}"))
+        for entry in faults:
+            out.print(escape_markup(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
         if text := unfinished(Path(path)):
             err.print(escape_markup(f"warning: {text}"))
         broken = _index_media(path, workers) if media else 0
-    if faults or broken:
-        reasons = [counted(len(faults), "damaged shard")] if faults else []
-        reasons += [counted(broken, "unreadable header")] if broken else []
+    counts = (len(faults), "damaged shard"), (broken, "unreadable header")
+    if reasons := [counted(count, word) for count, word in counts if count]:
         exit_failed(" and ".join(reasons))
 
 
 def _index_media(path: str, workers: int | None) -> int:
-    """Write the table of media and return how many headers could not be read."""
+    """Write the table of media, and print its path and unreadable headers. Returns the number of these."""
     from savable_pipeline.data.dataset.media_indexing import index_media
 
     with progress_shown(err, "reading headers", "shards") as progress:
         index_path, faults = index_media(path, processes=workers, progress=progress)
-    _print_media_table(index_path, faults)
-    return faults.count
-
-
-def _print_index(index_path: Path, entries: list[ShardEntry]) -> None:
-    """Print the path of the index, and the shards that could not be read to the end."""
-    out.print(escape_markup(f"index: {index_path}"))
-    for entry in entries:
-        out.print(escape_markup(f"{entry.fault} ({counted(entry.samples, 'sample')} before it)"))
-
-
-def _print_media_table(index_path: Path, faults: MediaFaults) -> None:
-    """Print the path of the media table, and the parts whose headers cannot be read."""
     out.print(escape_markup(f"media table: {index_path}"))
     for message in faults.messages:
         out.print(escape_markup(message))
     if faults.count > len(faults.messages):
         out.print(f"and {faults.count - len(faults.messages):,} more that cannot be read")
+    return faults.count
 
 
 def check(
@@ -275,8 +263,8 @@ def _print_check(report: CheckReport, *, as_json: bool) -> None:
         out.print(f"  {count:>7,} × {escape_markup(reason)}")
     for first, *others in _group_alike(report.problems):
         location = _location(first)  # "" for a problem of the whole dataset
-        text = first.detail  # an error of a table includes the reason
-        text = text if f"{first.reason}:" in text else f"{first.reason}: {text}"
+        is_in_detail = f"{first.reason}:" in first.detail  # as in an error of a table
+        text = first.detail if is_in_detail else f"{first.reason}: {first.detail}".removesuffix(": ")
         also = ", ".join(_location(problem) for problem in others[:_MOST_LOCATIONS])
         also += f" and {len(others) - _MOST_LOCATIONS:,} more" if len(others) > _MOST_LOCATIONS else ""
         repeats = f" ({1 + len(others):,} times; also {also})" if also else ""
@@ -294,7 +282,7 @@ def _group_alike(problems: list[Problem]) -> list[list[Problem]]:
 def _location(problem: Problem) -> str:
     """Format the shard, the part of a sample and the byte offset of a problem, as far as it has them."""
     shard = "" if problem.shard == "." else problem.shard  # the shard of a folder of files is "."
-    names = [shard, problem.key and f"{problem.key}.{problem.part}"]
+    names = [shard, problem.key and f"{problem.key}.{problem.part}".removesuffix(".")]
     return " ".join(filter(None, names)) + ("" if problem.offset is None else f" at byte {problem.offset}")
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from savable_pipeline import __version__
-from savable_pipeline.tools.cli.console import out
+from savable_pipeline.tools.cli.console import log_once, out
 from savable_pipeline.tools.cli.convert_command import convert_source
 from savable_pipeline.tools.cli.dataset_commands import check, index, info, preview
 from savable_pipeline.tools.cli.ledger_command import ledger_app
@@ -62,6 +62,7 @@ def _root(
     ] = False,
 ) -> None:
     """Inspect and convert datasets, and check runs that resume exactly."""
+    log_once()
 
 
 # Each command imports what it needs when it is called: `savable convert` starts without the loader and the downloader.

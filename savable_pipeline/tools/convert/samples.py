@@ -275,10 +275,9 @@ class SampleReader:
 
     def _read_store(self, file: int, row: int, number: int) -> TarSample | None:
         store, shard = self._store, self._source.name or self._dataset.entries.names[file]
-        is_record = self._source.form in RECORDS
         name, key = f"{shard}, record {number}", f"{number:09d}"
         try:
-            if not is_record or self._options.key_field is not None:
+            if self._source.form not in RECORDS or self._options.key_field is not None:
                 key = store.key(file, row)
                 key = key.removeprefix("./") if self._source.form == TARS else _tar_key_of_row(key, shard)
             if not self._wants(key):
@@ -294,8 +293,7 @@ class SampleReader:
         if self._may_name_files:
             parts += self._named_files(file, row, name, key)
         if not parts and not names:
-            empty = "no field: the record is empty" if is_record else "no part: every field is null"
-            raise RejectedError(name, key, empty)
+            raise RejectedError(name, key, "no part: every field is null")
         # the size 1, because a value without bytes is a value, unlike a file, which may be cut
         if fault := parts_fault(key, [(part.extension, part.extension, 1, "") for part in parts])[0]:
             raise RejectedError(name, key, fault)

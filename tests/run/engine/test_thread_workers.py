@@ -25,7 +25,7 @@ from savable_pipeline.data.stores import shard_files
 from savable_pipeline.run.engine import thread_host
 from savable_pipeline.run.engine.thread_host import detached_copy
 from savable_pipeline.stages.batch_difference import digest
-from savable_pipeline.stages.item_buffer import BudgetShare, MemoryBudget
+from savable_pipeline.stages.item_buffer import MemoryBudget, StageBuffer
 from savable_pipeline.stages.item_ref import Element
 from tests.run.engine.test_last_look import OVERWRITTEN, overwrite
 from tests.support import toy_pipelines
@@ -388,13 +388,17 @@ def test_a_trainer_keeps_its_generators_signals_and_number_of_threads(make_shard
 def test_memory_of_stages_is_counted_correctly_in_many_threads() -> None:
     budget = MemoryBudget()
 
+    class Buffer(StageBuffer):
+        def __init__(self) -> None:
+            self._budget, self._max_bytes = budget, 1 << 40
+
     def hold() -> None:
-        share = BudgetShare(budget, max_bytes=1 << 40)
+        buffer = Buffer()
         for number in range(20_000):
             element = Element((number, 0, 0), 3)
-            share.count([element])
-            share.release([element])
-        share.count([Element((0, 0, 0), 5)])  # until the share is gone
+            buffer.count_bytes([element])
+            buffer.release_bytes([element])
+        buffer.count_bytes([Element((0, 0, 0), 5)])  # until the buffer is gone
 
     begun = [threading.Thread(target=hold) for _ in range(4)]
     for thread in begun:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import savable_pipeline as sp
 from savable_pipeline import custom
 from savable_pipeline.core.lane import WorkerContext
+from savable_pipeline.stages.chunked_stage import ChunkedStage
 from savable_pipeline.stages.item_buffer import built_items
 from savable_pipeline.stages.stage import ItemRef
 from savable_pipeline.stages.stage_info import StageInfo
@@ -473,6 +474,19 @@ def test_items_beyond_the_process_budget_are_rebuilt() -> None:
     assert list(poor) == list(stage)
     assert stage.source.fetched == []  # type: ignore[attr-defined]
     assert sorted(poor.source.fetched) == list(range(7))  # type: ignore[attr-defined]
+
+
+def test_missing_items_of_a_pack_are_rebuilt_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested: list[int] = []
+    make = ChunkedStage.make
+
+    def counting(stage: ChunkedStage, elements: Any) -> None:
+        requested.append(len(elements))
+        make(stage, elements)
+
+    monkeypatch.setattr(ChunkedStage, "make", counting)
+    packs = list(packer([3, 3, 3, 5, 5, 2, 2, 2, 2, 2] * 4, max_buffer_bytes=0))
+    assert requested == [len(pack) for pack in packs]
 
 
 def test_lanes_of_a_process_share_one_budget() -> None:

@@ -57,7 +57,7 @@ def laid_out(
 
     def give(pack: OpenPack | None) -> bool:
         if pack is not None:
-            packing.packs.remove(pack)
+            packing.remove(pack)
             packs.append(pack)
         return pack is not None
 
@@ -196,7 +196,7 @@ def given_after(sizes: list[tuple[int, int]], packing: Packing, costs: list[int]
     after = [len(sizes)] * len(sizes)
     for number, ((length, images), dear) in enumerate(zip(sizes, costs, strict=True)):
         while (pack := packing.due()) is not None:
-            packing.packs.remove(pack)
+            packing.remove(pack)
             for piece in pack.pieces:
                 after[piece.ref] = number
         packing.add(Piece(number, length=length, images=images, total=length, cost=dear))

@@ -112,7 +112,7 @@ def test_fraction_of_media_is_decoded(dataset: Path, monkeypatch: pytest.MonkeyP
     assert found(check_here(dataset, monkeypatch, decode=0.0)) == {}
     some, more = (found(check_here(dataset, monkeypatch, decode=share)) for share in (0.3, 0.8))
     assert some.keys() < more.keys() < WRONG.keys()
-    with pytest.raises(ValueError, match="decode must be a share"):
+    with pytest.raises(ValueError, match="decode must be a fraction"):
         check_dataset(dataset, decode=1.5)
 
 
