@@ -123,14 +123,13 @@ def collate(items: list[Any]) -> Any:
     Raises `DifferingItemsError`, which names the field, for items that cannot be stacked.
     """
     import torch
-    from torch.utils.data._utils.collate import collate as collate_with
-    from torch.utils.data._utils.collate import default_collate_fn_map
+    from torch.utils.data._utils import collate as torch_collate
 
-    functions = {**default_collate_fn_map, torch.Tensor: lambda tensors, **_: stack(tensors)}
+    functions = {**torch_collate.default_collate_fn_map, torch.Tensor: lambda tensors, **_: stack(tensors)}
     try:
         if fields_differ(items):
             raise KeyError  # torch would drop the fields that the first item does not have
-        return collate_with(items, collate_fn_map=functions)
+        return torch_collate.collate(items, collate_fn_map=functions)
     except (RuntimeError, TypeError, KeyError):
         if (difference := find_item_difference(items)) is None:
             raise

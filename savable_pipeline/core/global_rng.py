@@ -38,6 +38,7 @@ _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `ge
 _address = attrgetter("_cdata")  # of a torch generator's C++ object
 _START_STATES = 4  # number of states that series start from, in turn
 _TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
+_TWISTER = np.random.MT19937(0)  # for NumPy's functions, if the trainer has replaced their bit generator
 _Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]  # functions that read and set a state
 
 
@@ -57,9 +58,8 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
     """Return a function that seeds a setting's generators with a 64-bit key, or None."""
     if not (chosen := seeded_generators(setting)):
         return None
-    seeds: list[Callable[[int], object]] = [random.seed] if "python" in chosen else []
-    if "numpy" in chosen:
-        seeds.append(lambda key: np.random.seed(key & 0xFFFFFFFF))
+    by_kind: dict[str, Callable[[int], object]] = {"python": random.seed, "numpy": _seed_numpy}
+    seeds = [by_kind[kind] for kind in KINDS[:2] if kind in chosen]
     if "torch" in chosen:
         import torch
 
@@ -70,6 +70,13 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
             each(key)
 
     return seed
+
+
+def _seed_numpy(key: int) -> None:
+    """Seed NumPy's functions. They draw from a Mersenne Twister then, as in a new process."""
+    if not isinstance(_bit_generator(np.random), np.random.MT19937):
+        np.random.set_bit_generator(_TWISTER)  # type: ignore[attr-defined]
+    np.random.seed(key & 0xFFFFFFFF)
 
 
 class DrawFound(BaseException):
@@ -113,11 +120,9 @@ class Seeding:
         return self.seed
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        try:
-            if kind is None or issubclass(kind, Exception):
-                self.check(ends=True)
-        finally:
-            self._watches = False
+        if kind is None or issubclass(kind, Exception):
+            self.check(ends=True)
+        self._watches = False
 
     def _start(self) -> None:
         """Set this series' start states, which have no cached normal draw. In a thread, only read the states."""
@@ -163,8 +168,7 @@ class Seeding:
     def start_second_run(self) -> None:
         """Set start states for a second run. Raises `DrawFound` if the first one drew."""
         self.check()
-        if self._watches:
-            self._remaining_second_runs -= 1
+        self._remaining_second_runs -= self._watches
 
     def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a series of its own, and return its result.
@@ -192,8 +196,7 @@ def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[
 def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     """Return how to read and set the states of these generators, as far as they are imported."""
     found = [_python_access()] if "python" in chosen else []
-    if "numpy" in chosen:
-        found.append(_numpy_access(_bit_generator(np.random)))
+    found += [_numpy_access(_bit_generator(np.random))] if "numpy" in chosen else []
     if "torch" in chosen and (torch := imported("torch")):
         found.append(_torch_access(torch.default_generator))
     return found
@@ -302,7 +305,9 @@ def as_in_a_worker(seeded: Collection[str]) -> Iterator[None]:
     Within this context torch has one thread, because the bits of some sums depend on the number of threads.
     """
     torch = imported("torch")
-    restores = [partial(write, read()) for read, write in _accesses(seeded)]
+    restores: list[Callable[[], object]] = [partial(write, read()) for read, write in _accesses(seeded)]
+    if "numpy" in seeded and not isinstance(generator := _bit_generator(np.random), np.random.MT19937):
+        restores.insert(0, partial(np.random.set_bit_generator, generator))  # type: ignore[attr-defined]
     if torch and (threads := torch.get_num_threads()) != 1:
         torch.set_num_threads(1)
         restores.append(partial(torch.set_num_threads, threads))

@@ -56,8 +56,7 @@ def named_object(text: str) -> Any:
     Modules in the working folder, or in the folder of the named file, are found too. Raises ValueError if there is no
     such module or name, and any error that the module raises.
     """
-    match = _NAME.fullmatch(text)
-    if match is None:
+    if (match := _NAME.fullmatch(text)) is None:
         raise ValueError(f"expected module:name or file.py:name, such as train:make_loader, not {text!r}")
     _importing.append(match["module"])
     try:

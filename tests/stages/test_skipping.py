@@ -81,7 +81,11 @@ LOST_PACKS = {
 }
 
 
+OWN_LAST = {**DECLARED, "fans_out": False, "tells": True, "candidates": None, "own": True}
+
+
 @scaled_examples(200, suite=25)
+@example({"chosen": OWN_LAST, "all_fine": True, "before": 1, "skipped": 2})
 @example({"chosen": {**DECLARED, "tells": True, "candidates": None}, "all_fine": False, "before": 1, "skipped": 24})
 @example({"chosen": {**DECLARED, "tells": True, "candidates": 8}, "all_fine": False, "before": 0, "skipped": 24})
 @example(
@@ -188,7 +192,11 @@ def outcome(loader: Any) -> str:
     return "" if batch is None else digest(batch)
 
 
+OWN_FINITE = {"chosen": OWN_LAST, "all_fine": True, "filters": False, "epochs": 1, "world": 1, "skipped": [(1, 2)]}
+
+
 @scaled_examples(200, suite=15)
+@example(OWN_FINITE)
 @given(case=runs)
 def test_skip_of_a_loader_equals_as_many_calls_of_next(shards: str, case: dict[str, Any]) -> None:
     check_skips(shards, case)

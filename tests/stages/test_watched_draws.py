@@ -545,3 +545,32 @@ def test_fast_numpy_state_equals_that_of_get_state_with_its_cached_normal() -> N
 def test_no_two_processes_and_series_have_the_same_states() -> None:
     keys = [global_rng._start_states(process, True) for process in (1, 2)]
     assert len({repr(next(states)[1]) for states in keys for _ in range(8)}) == 8
+
+
+def reseeding(sample: sp.Sample) -> float:
+    np.random.seed(sample.index)
+    return float(np.random.normal())
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="NumPy has it since 1.24")
+@pytest.mark.parametrize("function", [len, lambda sample: float(np.random.normal()), reseeding])
+@pytest.mark.parametrize("setting", [None, True])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_trainer_with_another_bit_generator_gets_the_same_batches_and_its_state_back(
+    make_shards: Any, setting: Any, function: Any, after: int
+) -> None:
+    """`np.random.set_bit_generator`, called before the first batch or after it."""
+    chain = sp.read(str(make_shards([90])), shuffle=False).map(function, global_rng=setting).batch(30)
+    expected, own = (sp.SavableLoader(chain, seed=3, lanes=1) for _ in range(2))
+    batches = [next(own).tolist() for _ in range(after)]
+    replaced, generator = np.random.get_bit_generator(), np.random.PCG64(5)
+    np.random.set_bit_generator(generator)
+    try:
+        np.random.normal()  # it draws two, and caches one of them
+        before = np.random.get_state(legacy=False)
+        batches += [next(own).tolist() for _ in range(3 - after)]
+        assert np.random.get_bit_generator() is generator
+        assert np.random.get_state(legacy=False) == before and before["has_gauss"] == 1
+    finally:
+        np.random.set_bit_generator(replaced)
+    assert batches == [next(expected).tolist() for _ in range(3)]

@@ -103,6 +103,29 @@ class Swapped(custom.ItemStage):
         self.held.restore(state["held"])
 
 
+class Numbered(custom.BatchStage):
+    """A last stage of a user: each batch with its number, from 0."""
+
+    ref: Any = ()
+    count = 0
+
+    def __next__(self) -> Any:
+        batch = next(self.source)
+        self.ref, self.count = (self.count, self.source.ref), self.count + 1
+        return [self.ref[0], batch]
+
+    def fetch(self, ref: Any) -> Any:
+        batch = self.source.fetch(ref[1])
+        return batch if isinstance(batch, sp.Skip) else [ref[0], batch]
+
+    def save_state(self) -> State:
+        return {"count": self.count, **super().save_state()}
+
+    def restore_state(self, state: State) -> None:
+        super().restore_state(state)
+        self.count = state["count"]
+
+
 def seldom_zero(item: Any) -> bool:
     """Return False for about a quarter of the items: a filter."""
     return bool(item["drawn"] % 4)
@@ -142,6 +165,7 @@ stacks = st.fixed_dictionaries(
         "candidates": st.sampled_from([None, 3, 8]),
         "last": st.sampled_from(["batch", "batch", "bucket", "same bucket"]),
         "size": st.integers(1, 3),
+        "own": st.booleans(),
     }
 )
 """Branches, which are blended if there are several, what comes after them, and the last stages."""
@@ -179,6 +203,11 @@ def stack(
     weights = {name: 1 + at for at, name in enumerate(branches)}
     stage = sp.Blend(branches, weights=weights, by=chosen["by"]) if len(branches) > 1 else branches["b0"]
     stage = with_steps(stage, chosen["after"])
+    last = _last(stage, chosen, held_bytes)
+    return Numbered(last) if chosen.get("own") else last
+
+
+def _last(stage: Any, chosen: dict[str, Any], held_bytes: int) -> Any:
     if chosen["last"] != "batch":
         same = {"same_bucket": True, "candidates": 6} if chosen["last"] == "same bucket" else {}
         return custom.BucketBatcher(stage, bounds=[4, 9, 20, 10**6], size=chosen["size"], **same)

@@ -5,6 +5,7 @@
     python tools/bench/packing.py balance    how long ranks wait for the slowest, with `Balance` and `max_cost`
     python tools/bench/packing.py ranks      two processes that sleep for the cost of each pack, and their simulation
     python tools/bench/packing.py loading    CPU time of a pipeline with and without `Balance`
+    python tools/bench/packing.py items      packs of about 64 short items, against batches of 64
 
 There are 96 lanes. A step of W ranks is W consecutive slots, and takes as long as its most expensive batch. Tables show
 the fraction of all ranks' time spent waiting, at 8, 32 and 96 ranks.
@@ -32,9 +33,11 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
-from data import write_tar
+from data import prepare, write_tar
 from numpy.typing import NDArray
-from rounds import Bench, called, console, main, run_ranks
+from ours import FunctionEncoder
+from peers import decode_json
+from rounds import Bench, Loader, called, console, main, run_ranks
 
 import savable_pipeline as sp
 from savable_pipeline import custom
@@ -400,39 +403,49 @@ def one_rank(rank: int, folder: str, candidates: int, unit: float, steps: int, r
 
 
 def loading(bench: Bench) -> None:
-    """Measure the CPU time of a batch with and without `Balance`, and the size of a lane's state."""
+    """Measure the CPU time of a batch with and without `Balance`."""
     for corpus in (SHORT, LONG):
         letters = np.random.default_rng(SEED).integers(97, 123, corpus.longest, dtype=np.uint8).tobytes()
         with tempfile.TemporaryDirectory(dir=bench.data) as folder:
             write(folder, corpus, 20_000, "txt", lambda length, text=letters: text[: max(1, length - 2)])  # type: ignore[misc]
-            encoder = LanguageModelingEncoder(max_length=corpus.longest)
-            loaders = {
-                candidates: sp.SavableLoader(
-                    partial(packs_of, folder, encoder, corpus.longest, candidates), seed=SEED, lanes=16
-                )
-                for candidates in (CANDIDATES, 0)
-            }
-            running = {candidates: iter(loader) for candidates, loader in loaders.items()}
-            for batches in running.values():
-                consume(batches, 16 * 2 * CANDIDATES)
-            ways = {
-                f"candidates={candidates}": called(partial(consume, batches, 300), 300)
-                for candidates, batches in running.items()
-            }
-            bench.compare(f"packs of {corpus.longest:,}", "pack", ways)
-            state = loaders[CANDIDATES].state_dict().values()
-            state_bytes = sum(len(each) for each in state if isinstance(each, bytes))
-            console.print(f"a lane's state: {state_bytes // 16:,} bytes")
-            for loader in loaders.values():
-                loader.close()
+            packs = partial(packs_of, folder, LanguageModelingEncoder(max_length=corpus.longest), corpus.longest)
+            ways = {f"candidates={each}": partial(of_packs, partial(packs, each)) for each in (CANDIDATES, 0)}
+            bench.loaders(f"packs of {corpus.longest:,}", "pack", ways)
 
 
-def consume(batches: Iterator[Any], count: int) -> None:
-    """Consume `count` batches."""
-    for _ in islice(batches, count):
-        pass
+def of_packs(packs: Callable[[sp.Lane], custom.Stage]) -> Loader:
+    """Run batches of one pack on 16 lanes."""
+    return Loader(iter(sp.SavableLoader(packs, seed=SEED, lanes=16)), lambda batch: 1, warm=16 * 2 * CANDIDATES)
+
+
+class Documents(FunctionEncoder):
+    """Encoder of documents, whose packs are lists of them."""
+
+    def length(self, item: Any) -> int:
+        """Return the number of tokens."""
+        return len(item)
+
+    def pack(self, items: list[Any], rng: sp.Rng) -> Any:
+        """Return the items."""
+        return items
+
+
+def document(sample: Any) -> list[int]:
+    """Return 5 to 64 tokens, by the number in the sample's JSON."""
+    return [0] * (5 + decode_json(sample)["id"] % 60)
+
+
+def items(bench: Bench) -> None:
+    """Compare packs of about 64 items with batches of 64 items, with default settings."""
+    documents = sp.read(str(prepare(bench.data, "short-json"))).shuffle(10_000).encode(Documents(document, list))
+    packs, warm = documents.pack(64 * 34).batch(1), 150_000  # units until all open packs are filled
+    ways = {
+        "batches": lambda: Loader(iter(sp.SavableLoader(documents.batch(64), seed=SEED)), warm=warm),
+        "packs": lambda: Loader(iter(sp.SavableLoader(packs, seed=SEED)), lambda batch: len(batch[0]), warm=warm),
+    }
+    bench.loaders("items of 34 tokens", "item", ways)
 
 
 if __name__ == "__main__":
-    measures = {"fill": compare_policies, "buckets": buckets, "balance": balance, "ranks": ranks, "loading": loading}
-    main(__doc__, measures, items=200_000, last=2_000, steps=160)
+    measures = {"fill": compare_policies, "buckets": buckets, "balance": balance, "ranks": ranks}
+    main(__doc__, {**measures, "loading": loading, "items": items}, items=200_000, last=2_000, steps=160)

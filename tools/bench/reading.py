@@ -67,8 +67,9 @@ def short_json(bench: Bench) -> None:
     ways = {
         "torch's DataLoader": lambda: Loader(peers.torch_loader(records, sample_id, None, size=BATCH)),
         "defaults": ours(sample_id, {}),
+        "defaults, sample.json()": ours(lambda sample: sample.json()["id"], {}),
         "global_rng=False": ours(sample_id, {}, global_rng=False),
-        "tuned": ours(lambda sample: sample.json()["id"], {"lanes": 8}, global_rng=False),
+        "all, lanes=8": ours(lambda sample: sample.json()["id"], {"lanes": 8}, global_rng=False),
     }
     bench.loaders("JSON of 150 bytes, no workers", "sample", ways)
 

@@ -23,6 +23,14 @@ from tests.support.toy_training import LANES, ToyPipeline, write_training_shards
 from tests.trainers.cases import check_slots, loader_batches
 
 SAVE_EVERY = 4
+BY_OTHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # set in a process by trainers
 
 
 class Module(LightningModule):
@@ -63,6 +71,8 @@ class Run:
 
 
 def fit(folder: Path, kind: str, run: Run) -> None:
+    for name in BY_OTHERS:
+        os.environ.pop(name, None)
     torch.set_num_threads(1)
     saver = ModelCheckpoint(folder / run.name, filename="{step}", every_n_train_steps=SAVE_EVERY, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -74,8 +84,14 @@ def fit(folder: Path, kind: str, run: Run) -> None:
 
 
 def run_in_a_process(*arguments: Any) -> int | None:
-    """Its exit code: a process forked from this one, so that only the ranks of `ddp_spawn` import all there is."""
-    process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
+    """Its exit code: a process forked from one that has only imported this file.
+
+    So only the ranks of `ddp_spawn` import all there is. A fork of this process would have the process group, the
+    threads and the environment of the other trainers whose tests ran before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=fit, args=arguments)
     process.start()
     try:
         process.join()
