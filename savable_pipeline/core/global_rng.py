@@ -1,7 +1,7 @@
 """Global generators of Python, NumPy and torch: seeded for users, restored after.
 
 A *series* is a number of calls of a user's function, one after the other. With `global_rng=None`, a series is watched
-for draws from these generators. That costs 4 µs per series in a hot loop, and 2 µs where the trainer's states must be
+for draws from these generators. That costs 6 µs per series in a hot loop, and 4 µs where the trainer's states must be
 restored. Seeding would cost 7 µs per call. A watched series has three phases:
 
     start    the generators get states of this process and series, which no function can restore by chance
@@ -35,7 +35,6 @@ _SHORTEST_SERIES = 16  # calls; a shorter series is seeded, which is cheaper tha
 _SECOND_RUNS = 8  # watched calls that are repeated from a second state, for each function and process
 _MAX_TRIES = 8  # most tries of a series in a thread, if the generators' states change each time
 _bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
-_address = attrgetter("_cdata")  # of a torch generator's C++ object
 _START_STATES = 4  # number of states that series start from, in turn
 _TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
 _TWISTER = np.random.MT19937(0)  # for NumPy's functions, if the trainer has replaced their bit generator
@@ -198,15 +197,15 @@ def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     found = [_python_access()] if "python" in chosen else []
     found += [_numpy_access(_bit_generator(np.random))] if "numpy" in chosen else []
     if "torch" in chosen and (torch := imported("torch")):
-        found.append(_torch_access(torch.default_generator))
+        found.append((torch.default_generator.get_state, torch.default_generator.set_state))
     return found
 
 
 def _all_states() -> list[Any]:
     """Return the whole states of the imported generators, to be compared with earlier ones."""
     states = [read() for read, _ in _accesses()]
-    if len(states) == len(KINDS):
-        states[-1], _ = states[-1]  # torch's without its tensor, which `==` does not compare as a whole
+    if len(states) == len(KINDS):  # torch's as bytes; `numpy` would take 2 µs longer
+        states[-1] = ctypes.string_at(states[-1].data_ptr(), states[-1].nbytes)
     return states
 
 
@@ -253,49 +252,6 @@ def _numpy_access(generator: Any) -> _Access:
         words.raw, normal.raw = state
 
     return lambda: (words.raw, normal.raw), write
-
-
-# torch's state in memory: seed, words left, whether seeded, position, words; cached float and double, and whether set
-_TORCH_STATE = struct.Struct("=Qi?3xI624I4xf?3xd?")
-
-
-@cache
-def _torch_access(generator: Any) -> _Access:
-    """Return how to read and set the state of torch's generator: its content to compare, and its tensor to set.
-
-    The content is read in memory, which takes 1 µs. `get_state` takes several times as long. It is only called for
-    unknown contents, and by versions that store them in another form. `set_state` locks the generator, from which other
-    threads may draw without the GIL.
-    """
-    import torch
-
-    def write(state: tuple[Any, torch.Tensor]) -> None:
-        generator.set_state(state[1])
-
-    probe: Any = torch.Generator()  # has known content, to be found in memory
-    numbers, cached = (1 << 40, 7, True, 617, *range(624)), (0.5, True, 0.25, True)
-    packed = bytearray(struct.pack("=QiiQ624Q3di4xf?3x", *numbers, 0, 0.25, 0, 1, 0.5, True))  # as by `get_state`
-    with contextlib.suppress(RuntimeError):  # if its states have another form
-        probe.set_state(torch.frombuffer(packed, dtype=torch.uint8))
-    found = ((at, ctypes.string_at(_address(probe) + at, _TORCH_STATE.size)) for at in range(64, 129, 8))
-    at = next((at for at, raw in found if _TORCH_STATE.unpack(raw) == (*numbers, *cached)), 0)
-    if not at:
-        return lambda: ((state := generator.get_state()).numpy().tobytes(), state), write
-    start = _address(generator) + at
-    # The bytes between these parts are unused and change.
-    seed, words = (ctypes.c_char * 13).from_address(start), (ctypes.c_char * 2500).from_address(start + 16)
-    normals = (ctypes.c_char * 17).from_address(start + 2520)
-    known: dict[int, tuple[Any, torch.Tensor]] = {}  # the last state, by the lowest byte of its seed
-
-    def read() -> tuple[Any, torch.Tensor]:
-        values = normals.raw  # bytes 4 and 16 say whether a float or double is cached
-        content = seed.raw, words.raw, values[4] and values[:4], values[16] and values[8:16]
-        state = known.get(content[0][0])
-        if state is None or state[0] != content:
-            state = known[content[0][0]] = content, generator.get_state()
-        return state
-
-    return read, write
 
 
 @contextlib.contextmanager

@@ -255,48 +255,6 @@ def test_pythons_whole_state_is_read_in_memory() -> None:
         random.random()
 
 
-def altered(at: int, value: bytes, valid_at: int | None = None) -> None:
-    """Seed torch and change a few bytes of its state, as `get_state` returns it."""
-    torch.manual_seed(5)
-    raw = bytearray(torch.get_rng_state().numpy().tobytes())
-    raw[at : at + len(value)] = value
-    if valid_at is not None:
-        raw[valid_at] = 1
-    torch.set_rng_state(torch.frombuffer(raw, dtype=torch.uint8))
-
-
-def draw_and_restore() -> None:
-    with torch.random.fork_rng(devices=()):
-        torch.randn(3), torch.manual_seed(8)
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_torchs_states_are_equal_where_get_state_is_and_are_restored(in_memory: bool, monkeypatch: Any) -> None:
-    if not in_memory:  # a version that stores the words elsewhere
-        monkeypatch.setattr(global_rng, "_TORCH_STATE", struct.Struct("=Qf?3xI624I4xf?3xd?"))
-    read, write = global_rng._torch_access.__wrapped__(torch.default_generator)
-    assert isinstance(read()[0], tuple) == in_memory
-    words, last, normal = 24, 24 + 8 * 623, 24 + 8 * 624 + 8  # where `get_state` has them
-    works = [
-        partial(altered, 0, b"\5"),  # as it is
-        *[partial(altered, at, b"\7") for at in (0, 8, 16, words, words + 8 * 300, *range(last, last + 4))],
-        *[partial(altered, normal, struct.pack("=d", value), normal + 16) for value in (0.5, 0.75)],
-        *[partial(altered, -8, struct.pack("=f", value), -4) for value in (0.5, 0.75)], draw_and_restore,
-        partial(torch.rand, 1), partial(torch.randn, 1), partial(torch.randn, 2), draw_and_restore,
-        partial(torch.rand, 700), *[partial(torch.manual_seed, seed) for seed in (3, 2**40)], draw_and_restore,
-    ]  # fmt: skip
-    found, states = [], []
-    for work in works:
-        work()
-        found.append(read())
-        states.append(torch.get_rng_state())
-    for one, state in zip(found, states, strict=True):
-        assert [one[0] == content for content, _ in found] == [torch.equal(state, other) for other in states]
-        write(one)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert torch.equal(read()[1], state)
-
-
 def test_the_state_of_another_bit_generator_is_restored() -> None:
     before = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
     try:
