@@ -45,10 +45,10 @@ class BatchSamples:
         if not ref or not isinstance(ref[0], tuple):  # the batch of a user's own stage has no number
             with suppress(TypeError, struct.error):  # for packs, pieces, or a ref of a user's own stage
                 return _packed(ref[1:]), None
-            with suppress(TypeError, struct.error):  # for pieces, packs of packs, or a ref of a user's own stage
-                items = [part for number, *parts in ref[1:] for part in parts if not isinstance(number, tuple)]
-                counts = [len(pack) - 1 for pack in ref[1:]]
-                if len(items) == sum(counts):
+            # for pieces, packs of packs, or a ref of a user's own stage
+            with suppress(TypeError, IndexError, struct.error):
+                if {type(pack[0]) for pack in ref[1:]} == {int}:
+                    items, counts = [item for pack in ref[1:] for item in pack[1:]], [len(pack) - 1 for pack in ref[1:]]
                     one_each = not items or counts.count(1) == len(counts)
                     return _packed(items), None if one_each else np.repeat(np.arange(len(counts)), counts)
         parts = [part for part in ref if isinstance(part, tuple)] or ([ref] if len(ref) == 3 else [])
