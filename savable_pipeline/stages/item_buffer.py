@@ -294,7 +294,7 @@ class ItemBuffer(StageBuffer):
             due, source = self._elements[:n], chunked(self._owner.source)
             missing = [each for each in due if each.value is UNBUILT and not (skips and source.is_certain(each.ref))]
             source.make(missing)
-            lost = {id(element) for element in missing if type(element.value) is Skip}
+            lost = {id(element) for element in due if type(element.value) is Skip}  # also found before an interruption
             if not lost:
                 return [element.value for element in due]
             self._elements = [element for element in self._elements if id(element) not in lost]

@@ -118,6 +118,32 @@ def test_element_whose_building_fails_stays_buffered_and_can_be_requested_again(
     assert stage.held.values(2) == ["0", "1"]
 
 
+def test_item_found_lost_before_ctrl_c_is_in_no_batch(shards: str) -> None:
+    class Interrupted(Ids):
+        interrupts = True
+
+        def encode(self, sample: sp.Sample, rng: sp.Rng) -> Any:
+            if self.interrupts and sample.json()["id"] == 1:
+                raise KeyboardInterrupt
+            return super().encode(sample, rng)
+
+    def batches(encoder: sp.TaskEncoder) -> sp.Batcher:
+        reader = sp.TarShardReader(shards, sp.Lane(), epochs=1, shuffle=False)
+        return sp.Batcher(sp.Encode(reader, encoder, on_error="skip"), size=3)
+
+    saved = batches(Ids())
+    assert saved.more()  # it takes the first items, which the state then has
+    saved._fill(3)
+    encoder = Interrupted()
+    encoder.broken = frozenset({0})
+    resumed = batches(encoder)
+    resumed.restore_state(msgspec.msgpack.decode(msgspec.msgpack.encode(saved.save_state())))
+    with pytest.raises(KeyboardInterrupt):
+        next(resumed)
+    encoder.interrupts = False
+    assert next(resumed) == ["1", "2", "3"]
+
+
 def test_items_beyond_the_process_limit_are_rebuilt(shards: str) -> None:
     lane = sp.Lane()
     one, other = (holder(shards, max_bytes=180, lane=lane)[0] for _ in range(2))
