@@ -220,7 +220,7 @@ class Encode(ChunkedStage, ItemStage):
                     continue
                 if status is not None:
                     status[0], status[1], status[2] = depth, index, epoch
-                if avoided and (index, epoch) in avoided:  # it failed, and must not be tried again
+                if (index, epoch) in avoided:  # it failed, and must not be tried again
                     keyed.seeding.check(ends=True)
                     self._skipped.count_avoided_again(sample)
                     break
@@ -244,9 +244,9 @@ class Encode(ChunkedStage, ItemStage):
     def _map_series(self, chosen: list[Sample], elements: list[Element]) -> Callable[[Sample], Any] | None:
         """Take samples with one `map` of a function of samples, which takes 0.2 µs less for each of them.
 
-        If the function raises, or its results are not all items of known types, none is taken. Then a function is
-        returned that returns the results, or an `EncoderError` for the error. Later series are not mapped, unless the
-        results have items of another type.
+        If the function raises, or a result is not an item of a known type, none is taken. The return value is then a
+        function that returns the stored results in turn, and an `EncoderError` in place of the error. Later series are
+        mapped again once an item of a new type is found.
         """
         first, results = self._ahead.next, list[Any]()
         try:
@@ -282,7 +282,9 @@ class Encode(ChunkedStage, ItemStage):
         """
         if type(result) is EncoderError:
             self.keyed.seeding.check(ends=True)
-            self._skipped.tolerate(sample, result.error)
+            # popped, because otherwise error, frame and results refer to each other
+            error, result.args = vars(result).pop("error"), ()
+            self._skipped.tolerate(sample, error)
             self._ahead.next += 1
             return True
         if self._encoder.one_to_one:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -159,6 +161,21 @@ def test_a_flaky_error_in_a_series_is_handled_once_and_no_sample_is_called_again
             stage.take(32)
         assert called == [*range(32, 41)]
         assert [element.value for _ in range(3) for element in stage.take(32)] == [*range(32, 90)]
+
+
+def test_a_stage_with_an_error_in_a_series_is_freed_at_once(make_shards: MakeShards) -> None:
+    def failing(sample: sp.Sample) -> int:
+        return 1 // abs(number_of(sample) - 40)
+
+    stage = mapped(make_shards([90]), failing, on_error="skip")
+    assert sum(len(stage.take(32)) for _ in range(4)) == 89
+    freed = weakref.ref(stage)
+    gc.disable()
+    try:
+        del stage
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("special", [sp.Skip("odd"), None, "text"])
