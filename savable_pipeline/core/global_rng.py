@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache, lru_cache, partial
 from itertools import cycle
 from operator import attrgetter
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -71,10 +71,15 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
     return seed
 
 
-def _seed_numpy(key: int) -> None:
-    """Seed NumPy's functions. They draw from a Mersenne Twister then, as in a new process."""
+def _use_twister() -> None:
+    """Let NumPy's functions draw from a Mersenne Twister, if the trainer has replaced it."""
     if not isinstance(_bit_generator(np.random), np.random.MT19937):
         np.random.set_bit_generator(_TWISTER)  # type: ignore[attr-defined]
+
+
+def _seed_numpy(key: int) -> None:
+    """Seed NumPy's functions. They draw from a Mersenne Twister then, as in a new process."""
+    _use_twister()
     np.random.seed(key & 0xFFFFFFFF)
 
 
@@ -128,7 +133,9 @@ class Seeding:
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
-            starts, self._before = next(_start_states(os.getpid(), imported("torch") is not None))
+            starts, self._before = next(
+                _start_states(os.getpid(), imported("torch") is not None, _bit_generator(np.random))
+            )
             for start in starts:
                 start()
 
@@ -180,12 +187,13 @@ class Seeding:
 
 
 @lru_cache(maxsize=2)
-def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[object]], Any]]:
+def _start_states(process: int, has_torch: bool, generator: Any) -> Iterator[tuple[list[partial[object]], Any]]:
     """Return an endless iterator over start states of this process: functions that set one, and its `_all_states`.
 
-    Setting a prepared state is faster than seeding.
+    `generator` is NumPy's present bit generator. Setting a prepared state is faster than seeding.
     """
-    states, seed = [], cast(Any, seeder(KINDS if has_torch else KINDS[:2]))
+    states, seed = [], seeder(KINDS if has_torch else KINDS[:2])
+    assert seed is not None
     for number in range(_START_STATES):
         seed(derive_key("watch", process, time.time_ns(), number))
         states.append(([partial(write, read()) for read, write in _accesses()], _all_states()))
@@ -195,7 +203,8 @@ def _start_states(process: int, has_torch: bool) -> Iterator[tuple[list[partial[
 def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     """Return how to read and set the states of these generators, as far as they are imported."""
     found = [_python_access()] if "python" in chosen else []
-    found += [_numpy_access(_bit_generator(np.random))] if "numpy" in chosen else []
+    if "numpy" in chosen:
+        found.append(_numpy_access(_bit_generator(np.random)))
     if "torch" in chosen and (torch := imported("torch")):
         found.append((torch.default_generator.get_state, torch.default_generator.set_state))
     return found
@@ -268,6 +277,8 @@ def as_in_a_worker(seeded: Collection[str]) -> Iterator[None]:
         torch.set_num_threads(1)
         restores.append(partial(torch.set_num_threads, threads))
     try:
+        if "numpy" in seeded:
+            _use_twister()
         yield
     finally:
         for restore in restores:

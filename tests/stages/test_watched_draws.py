@@ -6,6 +6,7 @@ Each function below depends on the sample and the global generators alone. A bat
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -543,7 +544,7 @@ def test_fast_numpy_state_equals_that_of_get_state_with_its_cached_normal() -> N
 
 
 def test_no_two_processes_and_series_have_the_same_states() -> None:
-    keys = [global_rng._start_states(process, True) for process in (1, 2)]
+    keys = [global_rng._start_states(process, True, None) for process in (1, 2)]
     assert len({repr(next(states)[1]) for states in keys for _ in range(8)}) == 8
 
 
@@ -564,6 +565,7 @@ def test_a_trainer_with_another_bit_generator_gets_the_same_batches_and_its_stat
     expected, own = (sp.SavableLoader(chain, seed=3, lanes=1) for _ in range(2))
     batches = [next(own).tolist() for _ in range(after)]
     replaced, generator = np.random.get_bit_generator(), np.random.PCG64(5)
+    state_before = pickle.dumps(replaced.state)
     np.random.set_bit_generator(generator)
     try:
         np.random.normal()  # it draws two, and caches one of them
@@ -571,6 +573,26 @@ def test_a_trainer_with_another_bit_generator_gets_the_same_batches_and_its_stat
         batches += [next(own).tolist() for _ in range(3 - after)]
         assert np.random.get_bit_generator() is generator
         assert np.random.get_state(legacy=False) == before and before["has_gauss"] == 1
+        assert pickle.dumps(replaced.state) == state_before, "the trainer may use it again"
     finally:
         np.random.set_bit_generator(replaced)
     assert batches == [next(expected).tolist() for _ in range(3)]
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="NumPy has it since 1.24")
+def test_another_bit_generator_of_the_trainer_is_no_reason_to_seed(
+    make_shards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[int] = []
+    seed_numpy = global_rng._seed_numpy
+    monkeypatch.setattr(global_rng, "_seed_numpy", lambda key: (seeded.append(key), seed_numpy(key)))
+    loader = sp.SavableLoader(sp.read(str(make_shards([90])), shuffle=False).map(len).batch(30), seed=3, lanes=1)
+    replaced = np.random.get_bit_generator()
+    try:
+        for generator in (replaced, np.random.PCG64(5)):
+            np.random.set_bit_generator(generator)
+            next(loader), seeded.clear()
+            next(loader), next(loader)
+            assert len(seeded) == 0, type(generator).__name__
+    finally:
+        np.random.set_bit_generator(replaced)
