@@ -294,8 +294,11 @@ class SampleReader:
             parts += self._named_files(file, row, name, key)
         if not parts and not names:
             raise RejectedError(name, key, "no part: every field is null")
-        # the size 1, because a value without bytes is a value, unlike a file, which may be cut
-        if fault := parts_fault(key, [(part.extension, part.extension, 1, "") for part in parts])[0]:
+        # Pass size 1: an empty value is valid, but an empty file may be truncated.
+        named = [(part.extension, part.extension, 1, "") for part in parts]
+        # parts of a tar may differ in case alone, as when they are read
+        groups = [[each] for each in named] if self._source.form == TARS else [named]
+        if fault := next((found for group in groups if (found := parts_fault(key, group)[0])), ""):
             raise RejectedError(name, key, fault)
         return self._sample_of(key, shard, parts, lambda: name)
 

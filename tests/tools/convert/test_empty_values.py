@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import savable_pipeline as sp
 from savable_pipeline.tools.convert import Options, run_conversion
+from tests.support.shards import write_tar
 from tests.support.toy_files import jpeg
 from tests.support.toy_records import LEAF, arrow_rows, dict_spec, write_litdata, write_mds
 
@@ -199,3 +200,11 @@ def test_parts_that_differ_only_in_case_are_rejected_by_name(tmp_path: Path, sou
         pq.write_table(pa.table({"A.jpg": [jpeg(1)], "a.jpg": [jpeg(2)]}), tmp_path / "in/a.parquet")
     (reject,) = run_conversion(tmp_path / "in", tmp_path / "out", Options()).rejected
     assert (reject.reason, reject.detail) == ("two parts with one extension", "A.jpg and a.jpg")
+
+
+def test_members_of_a_tar_that_differ_only_in_case_are_converted_as_they_are_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_tar(tmp_path / "in/a.tar", [("000.txt", b"one"), ("000.TXT", b"two")])
+    report = sp.convert(tmp_path / "in", tmp_path / "out", reshard=True, workers=1)
+    assert report.samples == 1 and not report.rejected
+    assert all_parts(tmp_path / "in") == all_parts(tmp_path / "out") == [{"txt": b"one", "TXT": b"two"}]
