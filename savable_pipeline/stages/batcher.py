@@ -76,8 +76,12 @@ class EncoderBatches(ChunkedStage, BatchStage):
         raise StopIteration
 
     def take(self, n: int) -> list[Element]:
-        """Return a list of the next batch alone, or an empty list at the end."""
-        self.lane.skips = False  # a user's own stage after this one needs the batch, also to skip or peek at its own
+        """Return a list of the next batch alone, or an empty list at the end.
+
+        The batch is built even if the lane skips, because a user's own stage after this one may read it. `pass_over`
+        builds none.
+        """
+        self.lane.skips = False
         due = self._due()
         if due is None:
             return []

@@ -417,7 +417,7 @@ class Blend(ChunkedStage, SampleStage, ItemStage):
             self._turns.restore(saved.turns)
         else:
             self._current_turns, self._before = None, saved.turns.before + saved.turns.taken
-            log.info("Blend of %s: the proportions are counted again from here", self.lane)
+            log.info("Blend of %s: the proportions are counted from this batch on", self.lane)
 
     def _restored_ahead(self, name: str, saved: Any) -> _Elements:
         """Return the elements of a state that were taken from a source before their turns."""

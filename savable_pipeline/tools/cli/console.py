@@ -7,7 +7,6 @@ import logging
 import re
 import time
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
@@ -66,13 +65,15 @@ def print_counts(console: Console, word: str, counts: Mapping[str, int], scope: 
         console.print(escape_markup(f"{word}: {', '.join(lines)}{scope}"))
 
 
-_logged = Counter[str]()  # how often a message was logged
+_logged = set[str]()  # messages that `log_once` has shown
 
 
 def _is_new(record: logging.LogRecord) -> bool:
     """Return whether a message is logged for the first time."""
-    _logged[record.getMessage()] += 1
-    return _logged[record.getMessage()] == 1
+    message = record.getMessage()
+    is_new = message not in _logged
+    _logged.add(message)
+    return is_new
 
 
 def log_once() -> None:
@@ -84,7 +85,7 @@ def log_once() -> None:
 
 
 def print_warnings(console: Console, warnings: list[str]) -> None:
-    """Print each warning on a line, unless it was logged."""
+    """Print each warning on a line, unless `log_once` has shown it."""
     for warning in (each for each in warnings if each not in _logged):
         console.print(escape_markup(f"warning: {warning}"))
 
