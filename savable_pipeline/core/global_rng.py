@@ -34,7 +34,7 @@ KINDS = ("python", "numpy", "torch")
 _SHORTEST_SERIES = 16  # calls; a shorter series is seeded, which is cheaper than watching
 _SECOND_RUNS = 8  # watched calls that are repeated from a second state, for each function and process
 _MAX_TRIES = 8  # most tries of a series in a thread, if the generators' states change each time
-_bit_generator = attrgetter("mtrand._rand._bit_generator")  # NumPy 1.24 has `get_bit_generator` for it
+_bit_generator = partial(attrgetter("mtrand._rand._bit_generator"), np.random)  # a function since NumPy 1.24
 _START_STATES = 4  # number of states that series start from, in turn
 _TWISTER_BYTES = 624 * 4 + 4  # size of the words and position of a Mersenne Twister
 _TWISTER = np.random.MT19937(0)  # for NumPy's functions, if the trainer has replaced their bit generator
@@ -57,8 +57,8 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
     """Return a function that seeds a setting's generators with a 64-bit key, or None."""
     if not (chosen := seeded_generators(setting)):
         return None
-    by_kind: dict[str, Callable[[int], object]] = {"python": random.seed, "numpy": _seed_numpy}
-    seeds = [by_kind[kind] for kind in KINDS[:2] if kind in chosen]
+    seeds: list[Callable[[int], object]] = [random.seed] if "python" in chosen else []
+    seeds += [_seed_numpy] if "numpy" in chosen else []
     if "torch" in chosen:
         import torch
 
@@ -71,15 +71,10 @@ def seeder(setting: bool | tuple[str, ...] | None) -> Callable[[int], None] | No
     return seed
 
 
-def _use_twister() -> None:
-    """Let NumPy's functions draw from a Mersenne Twister, if the trainer has replaced it."""
-    if not isinstance(_bit_generator(np.random), np.random.MT19937):
-        np.random.set_bit_generator(_TWISTER)  # type: ignore[attr-defined]
-
-
 def _seed_numpy(key: int) -> None:
     """Seed NumPy's functions. They draw from a Mersenne Twister then, as in a new process."""
-    _use_twister()
+    if not isinstance(_bit_generator(), np.random.MT19937):  # the trainer, or a function, has replaced it
+        np.random.set_bit_generator(_TWISTER)  # type: ignore[attr-defined]
     np.random.seed(key & 0xFFFFFFFF)
 
 
@@ -124,18 +119,18 @@ class Seeding:
         return self.seed
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is None or issubclass(kind, Exception):
-            self.check(ends=True)
-        self._watches = False
+        try:
+            if kind is None or issubclass(kind, Exception):
+                self.check(ends=True)
+        finally:
+            self._watches = False
 
     def _start(self) -> None:
         """Set this series' start states, which have no cached normal draw. In a thread, only read the states."""
         if self._watches and self._in_thread:
             self._before: Any = _all_states()
         elif self._watches:
-            starts, self._before = next(
-                _start_states(os.getpid(), imported("torch") is not None, _bit_generator(np.random))
-            )
+            starts, self._before = next(_start_states(os.getpid(), imported("torch") is not None, _bit_generator()))
             for start in starts:
                 start()
 
@@ -174,7 +169,8 @@ class Seeding:
     def start_second_run(self) -> None:
         """Set start states for a second run. Raises `DrawFound` if the first one drew."""
         self.check()
-        self._remaining_second_runs -= self._watches
+        if self._watches:
+            self._remaining_second_runs -= 1
 
     def call_alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a series of its own, and return its result.
@@ -204,7 +200,7 @@ def _accesses(chosen: Collection[str] = KINDS) -> list[_Access]:
     """Return how to read and set the states of these generators, as far as they are imported."""
     found = [_python_access()] if "python" in chosen else []
     if "numpy" in chosen:
-        found.append(_numpy_access(_bit_generator(np.random)))
+        found.append(_numpy_access(_bit_generator()))
     if "torch" in chosen and (torch := imported("torch")):
         found.append((torch.default_generator.get_state, torch.default_generator.set_state))
     return found
@@ -271,14 +267,13 @@ def as_in_a_worker(seeded: Collection[str]) -> Iterator[None]:
     """
     torch = imported("torch")
     restores: list[Callable[[], object]] = [partial(write, read()) for read, write in _accesses(seeded)]
-    if "numpy" in seeded and not isinstance(generator := _bit_generator(np.random), np.random.MT19937):
+    if "numpy" in seeded and not isinstance(generator := _bit_generator(), np.random.MT19937):
         restores.insert(0, partial(np.random.set_bit_generator, generator))  # type: ignore[attr-defined]
+        np.random.set_bit_generator(_TWISTER)  # type: ignore[attr-defined]
     if torch and (threads := torch.get_num_threads()) != 1:
         torch.set_num_threads(1)
         restores.append(partial(torch.set_num_threads, threads))
     try:
-        if "numpy" in seeded:
-            _use_twister()
         yield
     finally:
         for restore in restores:

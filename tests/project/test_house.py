@@ -28,7 +28,7 @@ MEASURE = runpy.run_path(str(ROOT / "tools/house/measure.py"))
 code_lines: Callable[[str], int] = MEASURE["code_lines"]
 MOST_LINES = {  # of code, by folder: what the last change had reached; they only become fewer
     "savable_pipeline": 210,
-    "savable_pipeline/core": 1315,
+    "savable_pipeline/core": 1313,
     "savable_pipeline/data": 13905,
     "savable_pipeline/run": 8141,
     "savable_pipeline/stages": 6588,
