@@ -262,7 +262,7 @@ class Encode(ChunkedStage, ItemStage):
     def _add_item_type(self, item: Any) -> bool:
         """Record the type of an item. Returns False for a `Skip`, an iterator or an `EncoderError`, which are no items.
 
-        A list of dicts, which collates badly, is a warning, once per process.
+        Warns, once per process, about a list of dicts, which collates badly.
         """
         if type(item) in (Skip, EncoderError) or hasattr(item, "__next__"):
             return False

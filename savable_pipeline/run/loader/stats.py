@@ -30,6 +30,7 @@ from savable_pipeline.run.loader.position import BatchStep, Observer, Position
 from savable_pipeline.run.state.lane_state import FIRST, LaneState, SourceCounter, reasons_of, unpack_state
 from savable_pipeline.run.state.state_dict import lane_numbers, read_lanes
 from savable_pipeline.stages.blending.blend import Blend
+from savable_pipeline.stages.item_ref import batch_rows
 from savable_pipeline.stages.pipeline import upstream
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,7 @@ class Stats(Observer):
         if len(sources) == 1:
             last_row = ref[-1] if ref else None
             is_item = type(last_row) is tuple and len(last_row) == 3 and type(last_row[0]) is type(last_row[1]) is int
-            # the first entry may be the number of the batch
-            count = len(ref) - (type(ref[0]) is int) if is_item else len(step.samples.refs)
-            self._samples[next(iter(sources))] += count
+            self._samples[next(iter(sources))] += len(batch_rows(ref)[1] if is_item else step.samples.refs)
             return
         tags, counts = np.unique(step.samples.refs[:, 0] >> TAG_SHIFT, return_counts=True)
         self._samples.update(dict(zip(tags.tolist(), counts.tolist(), strict=True)))
